@@ -1,0 +1,124 @@
+"""RunConfig: the whole configuration, typed; and every check that needs more than one field.
+
+The dataclasses stand beside the code that they configure and are only put together here. A key that is not
+in them is refused, wherever it comes from.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from data.loader import DataConfig
+from model.config import ModelConfig
+from optim.groups import OptimConfig
+from parallel.mesh import ParallelConfig
+from train.checkpoint import CheckpointConfig
+from train.metrics import TrackerConfig
+from train.phases import BatchConfig, ScheduleConfig
+from train.settings import EvaluateSettings, RunSettings, TrainSettings
+
+
+@dataclass
+class RunConfig:
+    """One run, whole. Group files and experiments fill it; the command line overrides it."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    track: TrackerConfig = field(default_factory=TrackerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+def register() -> None:
+    """Make the schema known to Hydra as ``schema``, the first entry of run.yaml's defaults."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+
+
+def validate(config: RunConfig, *, world_size: int) -> list[str]:
+    """Every contradiction in the configuration, one line each: field, value, rule, remedy.
+
+    Args:
+        world_size: ranks that were launched.
+    """
+    found = [
+        *config.parallel.errors(world_size),
+        *config.model.errors(),
+        *config.data.errors(),
+        *config.batch.errors(config.parallel.dp or world_size),
+        *config.schedule.errors(),
+        *config.optim.errors(),
+        *config.train.errors(),
+        *config.evaluate.errors(),
+        *config.checkpoint.errors(),
+        *config.track.errors(),
+    ]
+    if config.data.default_corpus and config.data.vocab_size > config.model.vocab_size:
+        found.append(
+            f"data.vocab_size={config.data.vocab_size}: the default corpus' tokenizer must fit into "
+            f"model.vocab_size={config.model.vocab_size}; raise that or lower data.vocab_size"
+        )
+    return found
+
+
+# What a resumed run may change, and what every other difference means for it.
+FREE = (
+    "train.steps",
+    "train.max_skipped",
+    "train.detail_every",
+    "evaluate.",
+    "checkpoint.",
+    "track.",
+    "run.dir",
+    "run.name",
+    "run.cache",
+    "parallel.",
+    "data.verify",
+)
+MEANING = {
+    "model": "another model: the saved weights would not fit or would mean something else",
+    "data": "other data: the saved position would point at other samples",
+    "batch": "other batches: the saved position and token clock would not continue",
+    "schedule": "another learning-rate schedule",
+    "optim": "another optimizer",
+    "train": "another computation",
+    "run": "another random seed",
+}
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts (dataclasses) as one dict of dotted names; lists are values."""
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        tree = dataclasses.asdict(tree)
+    if not isinstance(tree, dict):
+        return {prefix: list(tree) if isinstance(tree, tuple) else tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def differences(saved: dict[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
+    """(allowed, refused) differences between a run folder's saved config and the present one.
+
+    Each is one line; a refused line ends with what the difference means.
+    """
+    before, now = flatten(saved), flatten(config)
+    allowed, refused = [], []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name, "(absent)"), now.get(name, "(absent)")
+        if old == new:
+            continue
+        line = f"{name}: {old} -> {new}"
+        if name.startswith(FREE):
+            allowed.append(line)
+        else:
+            refused.append(f"{line}  ({MEANING[name.split('.')[0]]})")
+    return allowed, refused

@@ -1,0 +1,107 @@
+"""Gated multi-head latent attention.
+
+    q = W_qb RMSNorm(W_qa x)     [c; k_x] = W_kva x     [k_n; v] = W_kvb RMSNorm(c)
+    k = [k_n; k_x, shared by all heads]     y = W_o [ softmax(q k^T / sqrt(N + P)) v * sigmoid(W_g x) ]
+
+No position encoding in K3 and Kimi Linear: order comes from the KDA layers. The Kimi-K2-like baseline
+rotates the P part. Source: Kimi K3 technical report 2.1.2.
+Shapes: B batch, T tokens, D model, H heads, N and P query parts, R latent rank, V value.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model.config import MLAConfig
+from model.documents import Documents
+from model.layers import RMSNorm
+from model.params import ParamRole
+from model.precision import compute_dtype
+from model.seams import AttentionCore, Linear, LocalAttention, MLACache
+from model.stats import LayerStats
+
+
+class QueryProjection(nn.Module):
+    """D -> H * (N + P), through a normalised low rank or directly (``q_rank`` None)."""
+
+    def __init__(self, dim: int, config: MLAConfig, *, eps: float) -> None:
+        super().__init__()
+        width = config.heads * (config.nope_dim + config.rope_dim)
+        role = ParamRole(kind="matrix", heads=config.heads)
+        self.down = None if config.q_rank is None else Linear(dim, config.q_rank)
+        self.norm = None if config.q_rank is None else RMSNorm(config.q_rank, eps=eps)
+        self.up = Linear(config.q_rank or dim, width, role=role)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.down is not None and self.norm is not None:
+            x_BTD = self.norm(self.down(x_BTD))
+        return self.up(x_BTD)
+
+
+class MLA(nn.Module):
+    """The mixer of an "M" layer: [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, dim: int, config: MLAConfig, *, latent_norm_eps: float) -> None:
+        super().__init__()
+        self.heads, self.value_dim = config.heads, config.value_dim
+        self.split = [config.kv_rank, config.rope_dim]
+        self.rope_theta = config.rope_theta if config.rotary else None
+        width = config.heads * config.value_dim
+        self.q = QueryProjection(dim, config, eps=latent_norm_eps)
+        self.kv_down = Linear(dim, config.kv_rank + config.rope_dim)
+        self.kv_norm = RMSNorm(config.kv_rank, eps=latent_norm_eps)
+        self.kv_up = Linear(
+            config.kv_rank,
+            config.heads * (config.nope_dim + config.value_dim),
+            role=ParamRole(kind="matrix", heads=config.heads, sections=(config.nope_dim, config.value_dim)),
+        )
+        per_head = ParamRole(kind="matrix", heads=config.heads)
+        self.gate = Linear(dim, width, role=per_head) if config.output_gate else None
+        self.out = Linear(width, dim, role=ParamRole(kind="matrix", heads=config.heads, by_columns=True))
+        self.core: AttentionCore = LocalAttention()
+
+    def forward(
+        self, x_BTD: Tensor, *, documents: Documents, stats: LayerStats | None, cache: MLACache | None
+    ) -> Tensor:
+        q_BTHQ = self.q(x_BTD).unflatten(-1, (self.heads, -1))
+        latent_BTR, shared_key_BTP = self.kv_down(x_BTD).split(self.split, dim=-1)
+        if self.rope_theta is not None:
+            past = 0 if cache is None else cache.latent_BTR.shape[1]
+            position_BT = documents.position_BT + past
+            q_nope, q_rope = q_BTHQ.split([q_BTHQ.shape[-1] - self.split[1], self.split[1]], dim=-1)
+            q_rope = rotate(q_rope, position_BT.unsqueeze(-1), theta=self.rope_theta)
+            q_BTHQ = torch.cat([q_nope, q_rope], dim=-1)
+            shared_key_BTP = rotate(shared_key_BTP, position_BT, theta=self.rope_theta)
+        o_BTHV = self.core(
+            q_BTHQ,
+            self.kv_norm(latent_BTR),
+            shared_key_BTP,
+            self.kv_up.weight,
+            value_dim=self.value_dim,
+            documents=documents,
+            stats=stats,
+            cache=cache,
+        )
+        o = o_BTHV.flatten(2)
+        return self.out(o if self.gate is None else o * torch.sigmoid(self.gate(x_BTD)))
+
+    def empty_cache(self, batch: int) -> MLACache:
+        """No tokens yet, for ``batch`` running documents."""
+        weight = self.kv_down.weight
+        return MLACache(*(weight.new_zeros(batch, 0, size) for size in self.split))
+
+
+def rotate(x: Tensor, position: Tensor, *, theta: float) -> Tensor:
+    """Rotary position encoding of neighbouring pairs (DeepSeek-V3's layout), computed in fp32.
+
+    Args:
+        x: [..., P], P even.
+        position: integers broadcastable to x's leading dims.
+        theta: base of the wavelengths.
+    """
+    dtype = compute_dtype(x.dtype)
+    dim = x.shape[-1]
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=dtype, device=x.device) / dim)
+    angle = position.unsqueeze(-1).to(dtype) * frequency
+    cos, sin = angle.cos(), angle.sin()
+    even, odd = x.to(dtype).unflatten(-1, (-1, 2)).unbind(dim=-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)

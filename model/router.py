@@ -1,0 +1,144 @@
+"""Routing and its balance: top-k of sigmoid scores plus a selection bias that no gradient moves.
+
+The bias changes which experts are chosen, never their weights. It moves once per optimizer step, from
+counts over the whole step: by quantile balancing (Kimi K3 technical report 2.3.3 and appendix) or by
+DeepSeek-V3's step of fixed size.
+
+Shapes: T tokens, E experts, K chosen experts, D model, B histogram bins.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.config import MoEConfig
+from model.params import ParamRole, declare
+from model.stats import LayerStats
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Chosen experts of each token: ``expert_TK`` int64, and their weights ``weight_TK`` (fp32)."""
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+
+
+class Router(nn.Module):
+    """Scores on the full model width, in fp32: ``s = sigmoid(W x)``, experts = top-k of ``s + bias``."""
+
+    bias: Tensor
+
+    def __init__(self, dim: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.renormalize = config.renormalize
+        self.scaling = config.routed_scaling
+        self.weight = nn.Parameter(torch.empty(config.experts, dim))
+        # fp32 whatever the compute dtype: bf16 cannot hold its small moves.
+        self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32))
+        declare(self, weight=ParamRole(kind="matrix"))
+
+    def forward(self, x_TD: Tensor, *, stats: LayerStats | None) -> Routing:
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        scores_TE = torch.sigmoid(F.linear(x_TD.to(dtype), self.weight.to(dtype)))
+        expert_TK, cutoff_T = select_experts(scores_TE.detach(), self.bias, k=self.top_k)
+        if stats is not None:
+            self._count(scores_TE.detach(), expert_TK, cutoff_T, stats)
+        weight_TK = scores_TE.gather(1, expert_TK)
+        if self.renormalize:
+            weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + 1e-20)
+        return Routing(expert_TK, weight_TK * self.scaling)
+
+    def _count(self, scores_TE: Tensor, expert_TK: Tensor, cutoff_T: Tensor, stats: LayerStats) -> None:
+        if stats.valid_BT is not None:
+            valid = stats.valid_BT.flatten()
+            scores_TE, expert_TK, cutoff_T = scores_TE[valid], expert_TK[valid], cutoff_T[valid]
+        if stats.load_E is not None:
+            stats.load_E.add_(torch.bincount(expert_TK.flatten(), minlength=stats.load_E.numel()))
+        if stats.histogram_EB is not None:
+            bins = stats.histogram_EB.shape[1]
+            counts = required_bias_histogram(scores_TE, cutoff_T, self.bias, bins=bins)
+            stats.histogram_EB.add_(counts)
+
+
+def select_experts(scores_TE: Tensor, bias_E: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+    """Top-k of ``scores + bias``; among equal values the lowest expert index wins, on every device.
+
+    Returns:
+        expert_TK int64 in falling order of value, and cutoff_T, the (k + 1)-th value (quantile balancing's
+        alpha).
+    """
+    # A stable sort, because top-k does not define which of two equal values it takes.
+    values, order = torch.sort(scores_TE + bias_E, dim=1, descending=True, stable=True)
+    # Copies: a slice would keep the whole sorted [T, E] alive until backward.
+    return order[:, :k].contiguous(), values[:, k].contiguous()
+
+
+def required_bias_histogram(scores_TE: Tensor, cutoff_T: Tensor, bias_E: Tensor, *, bins: int) -> Tensor:
+    """Counts of ``r_ij = cutoff_i - s_ij`` in uniform bins over [min(bias) - 1, max(bias) + 1], int32 [E, bins]."""
+    low, width = _bin_range(bias_E, bins)
+    experts = scores_TE.shape[1]
+    required_TE = cutoff_T.unsqueeze(1) - scores_TE
+    # A non-finite score has no bin; the step that holds it is skipped, so where it lands does not matter.
+    index_TE = torch.nan_to_num((required_TE - low) / width).long().clamp_(0, bins - 1)
+    index_TE += torch.arange(experts, device=index_TE.device) * bins
+    return torch.bincount(index_TE.flatten(), minlength=experts * bins).view(experts, bins).to(torch.int32)
+
+
+def bias_from_histogram(histogram_EB: Tensor, bias_E: Tensor, *, k: int) -> Tensor:
+    """New centred bias: for each expert the k/E quantile of its histogram, linear inside the bin.
+
+    Args:
+        histogram_EB: int counts over the whole step, each row summing to the step's tokens m (at least 1).
+        bias_E: the bias that was in force while counting; it defines the bins.
+        k: experts per token.
+
+    Source: Kimi K3 technical report, appendix on quantile balancing; rank q = m k / E, the first bin whose
+    cumulative count reaches ceil(q).
+    """
+    experts, bins = histogram_EB.shape
+    low, width = _bin_range(bias_E, bins)
+    cumulative_EB = histogram_EB.long().cumsum(dim=1)
+    rank = int(cumulative_EB[0, -1]) * k / experts
+    bin_E = (cumulative_EB < math.ceil(rank)).sum(dim=1, keepdim=True)
+    count_E = histogram_EB.gather(1, bin_E).squeeze(1).double()
+    below_E = cumulative_EB.gather(1, bin_E).squeeze(1) - count_E
+    quantile_E = low + (bin_E.squeeze(1) + (rank - below_E) / count_E) * width
+    return (quantile_E - quantile_E.mean()).to(bias_E.dtype)
+
+
+def bias_from_load(load_E: Tensor, bias_E: Tensor, *, step: float) -> Tensor:
+    """DeepSeek-V3's rule: up by ``step`` for an expert below the mean load, down above it, then centred.
+
+    Args:
+        load_E: int64 tokens routed to each expert over the whole step.
+    """
+    load = load_E.double()
+    moved = bias_E + step * torch.sign(load.mean() - load).to(bias_E.dtype)
+    return moved - moved.mean()
+
+
+def quantile_bias(scores: Tensor, bias: Tensor, *, k: int, bins: int = 1000) -> Tensor:
+    """Quantile balancing in one process: the bias after a step that saw exactly these scores.
+
+    Args:
+        scores: [T, E] sigmoid scores of all tokens of the step.
+        bias: [E] the bias in force during the step.
+        k: experts per token, below E.
+        bins: histogram bins.
+
+    Returns:
+        [E] centred bias for the next step, in bias's dtype.
+    """
+    _, cutoff = select_experts(scores, bias, k=k)
+    return bias_from_histogram(required_bias_histogram(scores, cutoff, bias, bins=bins), bias, k=k)
+
+
+def _bin_range(bias_E: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """(lower edge, bin width). Scores lie in (0, 1), so every required bias falls inside."""
+    low, high = bias_E.min() - 1, bias_E.max() + 1
+    return low, (high - low) / bins

@@ -1,0 +1,61 @@
+"""What a forward pass reports besides its output: router histograms, expert loads, attention logits.
+
+The model writes into an object that the caller hands in, so nothing is counted behind anyone's back: a
+recomputed forward or an evaluation passes none and counts nothing. The tensors have one fixed shape over
+all layers, so a step reduces them with one sum and one maximum, whatever was routed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One layer's rows of `ForwardStats`; only those of its kind are there.
+
+    histogram_EB: int32 [E, bins] required-bias histogram (quantile balancing).
+    load_E: int64 [E] tokens routed to each expert.
+    max_logit_H: fp32 [H] largest scaled attention logit of each head.
+    valid_BT: bool [B, T], tokens that count; None: all.
+    """
+
+    histogram_EB: Tensor | None
+    load_E: Tensor | None
+    max_logit_H: Tensor | None
+    valid_BT: Tensor | None
+
+
+class ForwardStats:
+    """Accumulates over the microbatches of one step.
+
+    Args:
+        config: the model's.
+        device: where the model runs.
+        max_logits: track attention logits (an extra pass over queries and keys; QK-Clip needs it).
+    """
+
+    def __init__(self, config: ModelConfig, *, device: torch.device, max_logits: bool) -> None:
+        moe, mla = config.moe_layers, config.mla_layers
+        bins = config.moe.histogram_bins if config.moe.balancing == "quantile" else 0
+        self.moe_layers, self.mla_layers = moe, mla
+        self.valid_BT: Tensor | None = None
+        # A count is at most the tokens of one step, so 32 bits hold it; at K3's size that halves 0.7 GB.
+        self.histogram = torch.zeros(len(moe), config.moe.experts, bins, dtype=torch.int32, device=device)
+        self.load = torch.zeros(len(moe), config.moe.experts, dtype=torch.int64, device=device)
+        heads = config.mla.heads if max_logits else 0
+        self.max_logit = torch.full((len(mla), heads), -torch.inf, dtype=torch.float32, device=device)
+
+    def layer(self, index: int) -> LayerStats:
+        """The rows of layer ``index`` (counted from 0)."""
+        histogram = load = max_logit = None
+        if index in self.moe_layers:
+            row = self.moe_layers.index(index)
+            load = self.load[row]
+            histogram = self.histogram[row] if self.histogram.shape[-1] else None
+        if index in self.mla_layers and self.max_logit.shape[-1]:
+            max_logit = self.max_logit[self.mla_layers.index(index)]
+        return LayerStats(histogram, load, max_logit, self.valid_BT)
