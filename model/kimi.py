@@ -132,7 +132,8 @@ class KimiModel(nn.Module):
         Raises:
             ValueError: malformed ``cu_seqlens``.
         """
-        documents = Documents.of(*input_ids.shape, cu_seqlens, input_ids.device)
+        batch, length = input_ids.shape
+        documents = Documents.of(batch, length, cu_seqlens, input_ids.device)
         state = ResidualState(self.embed(input_ids))
         state = self.run_layers(state, 0, len(self.layers), documents=documents, stats=stats, caches=caches)
         return self.norm(read(self.output_mix, state))

@@ -268,61 +268,79 @@ class TokenDispatcher(Protocol):
         ...
 
 
+# Segments are padded with zero rows to a multiple of this. Matrix-product libraries compute the last few rows
+# of a product in another order, so without it a token's expert output would depend, in its last bits, on how
+# many other tokens (of other documents) chose the same expert.
+SEGMENT_ALIGNMENT = 16
+
+
 class LocalDispatch(NamedTuple):
+    """Rows at hand, and where each (token, choice) stands among them: ``slot_TK`` int64."""
+
     received: Received
-    order_R: Tensor
-    inverse_R: Tensor
+    slot_TK: Tensor
 
 
 class LocalDispatcher:
-    """`TokenDispatcher` on one rank: sort the (token, choice) rows by expert, and back."""
+    """`TokenDispatcher` on one rank: sort the (token, choice) rows by expert, and back.
+
+    The number of rows depends on the routing, so the counts come to the host: one synchronisation a layer.
+    """
 
     def dispatch(self, x_TL: Tensor, routing: Routing, weights: ExpertWeights) -> LocalDispatch:
-        experts = weights.gate.shape[0]
         expert_R = routing.expert_TK.flatten()
+        count_E = torch.bincount(expert_R, minlength=weights.gate.shape[0])
+        padded_E = (count_E + SEGMENT_ALIGNMENT - 1) // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
+        ends_E = padded_E.cumsum(0)
+        shift_E = (ends_E - padded_E) - (count_E.cumsum(0) - count_E)
         order_R = torch.argsort(expert_R, stable=True)
-        inverse_R = torch.empty_like(order_R)
-        inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
-        ends = torch.bincount(expert_R, minlength=experts).cumsum(0).to(torch.int32)
-        rows_RL = _Expand.apply(x_TL, order_R, inverse_R)
-        return LocalDispatch(Received(rows_RL, ends, weights), order_R, inverse_R)
+        slot_R = torch.empty_like(order_R)
+        slot_R[order_R] = torch.arange(order_R.numel(), device=order_R.device) + shift_E[expert_R[order_R]]
+        tokens, choices = routing.expert_TK.shape
+        # Padding slots read row ``tokens``, a row of zeros.
+        source_S = torch.full((int(ends_E[-1]),), tokens, device=order_R.device)
+        source_S[slot_R] = torch.arange(order_R.numel(), device=order_R.device) // choices
+        rows_RL = _Expand.apply(x_TL, source_S, slot_R)
+        return LocalDispatch(Received(rows_RL, ends_E.to(torch.int32), weights), slot_R.view(tokens, choices))
 
     def receive(self, handle: LocalDispatch) -> Received:
         return handle.received
 
     def combine(self, rows_RL: Tensor, routing: Routing, handle: LocalDispatch) -> Tensor:
-        rows_TKL = _Permute.apply(rows_RL, handle.inverse_R, handle.order_R).view(*routing.expert_TK.shape, -1)
+        rows_TKL = _Collect.apply(rows_RL, handle.slot_TK)
         dtype = compute_dtype(rows_RL.dtype)
         weight_T1K = routing.weight_TK.to(dtype).unsqueeze(1)
         return torch.bmm(weight_T1K, rows_TKL.to(dtype)).squeeze(1).to(rows_RL.dtype)
 
 
 class _Expand(torch.autograd.Function):
-    """x[order // K]: each token once per choice, in expert order; backward sums a token's rows in choice order."""
+    """Row s is x[source_S[s]], or zeros where the source is T; backward sums a token's rows in choice order."""
 
     @staticmethod
-    def forward(ctx: Any, x_TL: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
+    def forward(ctx: Any, x_TL: Tensor, source_S: Tensor, slot_R: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_R)
         ctx.tokens = x_TL.shape[0]
-        return x_TL[order_R // (order_R.numel() // x_TL.shape[0])]
+        return torch.cat([x_TL, x_TL.new_zeros(1, x_TL.shape[1])]).index_select(0, source_S)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RL: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_R,) = ctx.saved_tensors
-        return grad_RL[inverse_R].view(ctx.tokens, -1, grad_RL.shape[1]).sum(dim=1), None, None
+    def backward(ctx: Any, grad_SL: Tensor) -> tuple[Tensor, None, None]:
+        (slot_R,) = ctx.saved_tensors
+        return grad_SL.index_select(0, slot_R).view(ctx.tokens, -1, grad_SL.shape[1]).sum(dim=1), None, None
 
 
-class _Permute(torch.autograd.Function):
-    """x[index]; ``inverse`` undoes ``index``, so backward is a gather and not a scatter-add."""
+class _Collect(torch.autograd.Function):
+    """rows[slot_TK]; backward is a plain copy into the slots, since each is read once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x[index]
+    def forward(ctx: Any, rows_SL: Tensor, slot_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_TK)
+        ctx.rows = rows_SL.shape[0]
+        return rows_SL.index_select(0, slot_TK.flatten()).view(*slot_TK.shape, rows_SL.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
+    def backward(ctx: Any, grad_TKL: Tensor) -> tuple[Tensor, None]:
+        (slot_TK,) = ctx.saved_tensors
+        grad_SL = grad_TKL.new_zeros(ctx.rows, grad_TKL.shape[-1])
+        return grad_SL.index_copy_(0, slot_TK.flatten(), grad_TKL.flatten(0, 1)), None

@@ -255,30 +255,35 @@ def _inside(x: Tensor, g: Tensor, beta: Tensor) -> _Inside:
 
 
 def _run_states(segment: _Segment, transition: Tensor, added: Tensor, state: Tensor) -> Tensor:
-    """S' = A S + B over the segment's steps. ``state`` [documents, H, K, V] is advanced in place; returns
-    the state at the start of each chunk, [n, K, V]."""
+    """S' = A S + B over the segment's steps. ``state`` [documents, H, K, V] is advanced in place, ``added``
+    [n, K, V] becomes the state at the end of each chunk; returns the state at the start of each."""
     heads = state.shape[1]
+    sizes = [count * heads for _, count in segment.steps]
     state = state.view(-1, *state.shape[2:])
-    starts = torch.empty_like(added)
-    for first, count in segment.steps:
-        at, running = slice(first * heads, (first + count) * heads), slice(count * heads)
-        starts[at] = state[running]
-        state[running] = torch.baddbmm(added[at], transition[at], state[running])
-    return starts
+    starts = [state[: sizes[0]].clone()]
+    for a, b, following in zip(transition.split(sizes), added.split(sizes), [*sizes[1:], 0]):
+        b.baddbmm_(a, starts[-1])
+        state[following : len(b)] = b[following:]
+        starts.append(b[:following])
+    return torch.cat(starts)
 
 
 def _run_states_back(segment: _Segment, transition: Tensor, added: Tensor, grad_state: Tensor) -> Tensor:
     """The adjoint of `_run_states`: ``grad_state`` goes from the segment's end to its start in place; returns
-    the gradient of the state at the end of each chunk, [n, K, V]. ``added`` [n, K, V] is the gradient of
-    each chunk's starting state by that chunk's outputs."""
+    the gradient of the state at the end of each chunk, [n, K, V]. ``added`` [n, K, V], the gradient of each
+    chunk's starting state by that chunk's outputs, becomes the whole gradient of the starting state."""
     heads = grad_state.shape[1]
+    sizes = [count * heads for _, count in segment.steps]
     grad_state = grad_state.view(-1, *grad_state.shape[2:])
-    ends = torch.empty_like(added)
-    for first, count in reversed(segment.steps):
-        at, running = slice(first * heads, (first + count) * heads), slice(count * heads)
-        ends[at] = grad_state[running]
-        grad_state[running] = torch.baddbmm(added[at], transition[at].transpose(1, 2), grad_state[running])
-    return ends
+    ends: list[Tensor] = []
+    following = grad_state[:0]
+    for a, b in zip(reversed(transition.mT.split(sizes)), reversed(added.split(sizes))):
+        if len(following) < len(b):
+            following = torch.cat([following, grad_state[len(following) : len(b)]])
+        ends.append(following)
+        following = b.baddbmm_(a, following)
+    grad_state[: sizes[0]] = following
+    return torch.cat(ends[::-1])
 
 
 def _forward_segment(

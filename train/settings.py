@@ -1,0 +1,69 @@
+"""Settings of the training run itself; the other rooms' settings stand beside the code they configure."""
+
+from dataclasses import dataclass
+
+PRECISIONS = ("bf16", "fp32")
+
+
+@dataclass
+class RunSettings:
+    """Where a run lives. The same folder again resumes it."""
+
+    name: str = "run"
+    dir: str = "runs/${run.name}"
+    cache: str = "runs/cache"
+    """Where the default corpus is kept between runs."""
+    seed: int = 0
+
+
+@dataclass
+class TrainSettings:
+    """How far and how a run trains. ``steps`` only says when to stop: the learning rate follows tokens."""
+
+    steps: int = 1000
+    precision: str = "bf16"
+    """bf16: bf16 compute, fp32 master weights and gradient sums. fp32: fp32 throughout."""
+    max_skipped: int = 10
+    """Updates skipped in a row for a non-finite loss or gradient before the run gives up."""
+    loss_chunk: int = 1024
+    """Tokens whose logits exist at once."""
+    detail_every: int = 10
+    """Steps between records of the experts' loads in metrics.jsonl; 0 is never."""
+
+    def errors(self) -> list[str]:
+        """Every problem, one line each."""
+        found = []
+        for name in ("steps", "max_skipped", "loss_chunk"):
+            if getattr(self, name) < 1:
+                found.append(f"train.{name}={getattr(self, name)}: must be at least 1")
+        if self.detail_every < 0:
+            found.append(f"train.detail_every={self.detail_every}: must be at least 0; 0 is never")
+        if self.precision not in PRECISIONS:
+            found.append(f"train.precision={self.precision}: must be one of {', '.join(PRECISIONS)}")
+        return found
+
+
+@dataclass
+class EvaluateSettings:
+    """Held-out loss and a sample of text every so many steps, and at the end; 0 is never."""
+
+    every: int = 0
+    tokens: int = 65536
+    """Most validation tokens per evaluation."""
+    sample_tokens: int = 128
+    """Tokens of the text sample; 0 takes none."""
+    prompt: str = ""
+    """What the sample continues; empty begins a new document."""
+    temperature: float = 0.8
+
+    def errors(self) -> list[str]:
+        """Every problem, one line each."""
+        found = []
+        for name in ("every", "sample_tokens"):
+            if getattr(self, name) < 0:
+                found.append(f"evaluate.{name}={getattr(self, name)}: must be at least 0; 0 is never")
+        if self.tokens < 1:
+            found.append(f"evaluate.tokens={self.tokens}: must be at least 1")
+        if self.temperature < 0:
+            found.append(f"evaluate.temperature={self.temperature}: must be at least 0; 0 is greedy")
+        return found
