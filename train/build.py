@@ -1,15 +1,12 @@
 """From a validated config to a `Run`: each part of the config goes to one constructor, and no further."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from data.corpus import prepare_default_corpus
 from data.loader import DataConfig, DataPosition, Loader, open_loader
 from model.config import ModelConfig
 from model.kimi import KimiModel
@@ -19,7 +16,240 @@ from model.precision import set_precision
 from optim.distributed import ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
+from parallel.cost import training_flops
 from parallel.data import DataParallel
-from parallel.mesh import Mesh, build_mesh
-from train.checkpoint import CheckpointStore
+from parallel.mesh import Mesh
+from train.checkpoint import CheckpointConfig, CheckpointStore
+from train.metrics import TrackerConfig, TrackerSet, load_run_id, make_trackers
+from train.phases import BatchConfig, ScheduleConfig
+from train.settings import EvaluateSettings, RunSettings, TrainSettings
 from train.step import Stepper
+from train.throughput import Throughput, matmul_rate, sum_over_ranks
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class Progress:
+    """How far a run is; saved with every checkpoint, equal on all ranks.
+
+    step: optimizer steps done (skipped ones too).
+    tokens: the token clock.
+    position: where the data continues.
+    skipped, skipped_in_a_row: updates that were not made.
+    """
+
+    position: DataPosition
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    def advance(self, *, tokens: int, position: DataPosition, skipped: bool) -> None:
+        """One more step is done."""
+        self.step += 1
+        self.tokens = tokens
+        self.position = position
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+
+    def to_state(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"position": self.position.to_json()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Progress":
+        """Back from `to_state`."""
+        return cls(**(state | {"position": DataPosition.from_json(state["position"])}))
+
+
+@dataclass
+class Run:
+    """Everything that the loop uses, ready to go."""
+
+    folder: Path
+    mesh: Mesh
+    model: KimiModel
+    dp: DataParallel
+    optimizer: ShardedOptimizer
+    stepper: Stepper
+    loader: Loader
+    tokenizer: Tokenizer
+    checkpoints: CheckpointStore
+    trackers: TrackerSet
+    throughput: Throughput
+    batch: BatchConfig
+    schedule: ScheduleConfig
+    train: TrainSettings
+    evaluate: EvaluateSettings
+    checkpoint: CheckpointConfig
+    peak_lr: float
+    seed: int
+    progress: Progress
+    facts: dict[str, Any]
+
+
+def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> KimiModel:
+    """A model with its first weights, drawn in fp32 and then cast: bf16 masters start from what bf16 holds."""
+    model = KimiModel(config)
+    initialize(model, seed=seed, std=config.init_std)
+    set_precision(model, dtype)
+    return model.to(device)
+
+
+def qk_clip_targets(model: KimiModel) -> list[QKClipTarget]:
+    """Where each MLA layer keeps the weights that QK-Clip scales, in order of the layers."""
+    mla = model.config.mla
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [
+        QKClipTarget(
+            query=names[id(layer.mixer.q.up.weight)],
+            key_value=names[id(layer.mixer.kv_up.weight)],
+            heads=mla.heads,
+            nope=mla.nope_dim,
+            rope=mla.rope_dim,
+            value=mla.value_dim,
+        )
+        for layer in model.layers
+        if isinstance(layer.mixer, MLA)
+    ]
+
+
+def build_optimizer(model: KimiModel, config: OptimConfig, *, mesh: Mesh) -> tuple[DataParallel, ShardedOptimizer]:
+    """Data parallelism and the sharded optimizer over all of the model's parameters."""
+    params = dict(model.named_parameters())
+    roles = named_roles(model)
+    groups = make_groups(params, roles=roles, config=config)
+    dp = DataParallel(
+        params,
+        group=mesh.dp_group,
+        bucket_bytes=int(config.bucket_mb * 2**20),
+        cost={name: group.cost for name, group in groups.items()},
+    )
+    targets = qk_clip_targets(model) if config.qk_clip > 0 else []
+    return dp, ShardedOptimizer(params, roles=roles, config=config, dp=dp, qk_targets=targets)
+
+
+def build_run(
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    settings: RunSettings,
+    model_config: ModelConfig,
+    data: DataConfig,
+    batch: BatchConfig,
+    schedule: ScheduleConfig,
+    optim: OptimConfig,
+    train: TrainSettings,
+    evaluate: EvaluateSettings,
+    checkpoint: CheckpointConfig,
+    trackers: TrackerConfig,
+    config_dict: dict[str, Any],
+) -> Run:
+    """Build everything and, where the folder holds a checkpoint, continue from it.
+
+    Args:
+        mesh: this rank's place.
+        device: where the model runs.
+        settings, ..., trackers: the parts of the validated config.
+        config_dict: the effective config, for trackers that show it.
+
+    Raises:
+        ValueError: the data cannot be used with this model or batch.
+        CheckpointError: checkpoints exist and none can be loaded.
+    """
+    folder = Path(settings.dir)
+    loader = open_loader(data, cache=Path(settings.cache), vocab_size=model_config.vocab_size, seed=settings.seed)
+    dtype = DTYPES[train.precision]
+    model = build_model(model_config, seed=settings.seed, dtype=dtype, device=device)
+    dp, optimizer = build_optimizer(model, optim, mesh=mesh)
+    store = CheckpointStore(
+        folder / "checkpoints",
+        rank=mesh.dp_rank,
+        ranks=mesh.dp_size,
+        group=mesh.dp_group,
+        keep=checkpoint.keep,
+        asynchronous=checkpoint.asynchronous,
+    )
+    progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
+    peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.dp_group)
+    total, active = model_config.count_parameters()
+    return Run(
+        folder=folder,
+        mesh=mesh,
+        model=model,
+        dp=dp,
+        optimizer=optimizer,
+        stepper=Stepper(model, dp=dp, optimizer=optimizer, mesh=mesh, loss_chunk=train.loss_chunk),
+        loader=loader,
+        tokenizer=loader.tokenizer(),
+        checkpoints=store,
+        trackers=make_trackers(
+            trackers,
+            run_dir=folder,
+            run_id=load_run_id(folder) if mesh.dp_rank == 0 else "",
+            config_dict=config_dict,
+            resume_step=progress.step,
+            rank=mesh.dp_rank,
+        ),
+        throughput=Throughput(flops_per_token=training_flops(model_config, length=batch.length), peak=peak),
+        batch=batch,
+        schedule=schedule,
+        train=train,
+        evaluate=evaluate,
+        checkpoint=checkpoint,
+        peak_lr=optim.lr,
+        seed=settings.seed,
+        progress=progress,
+        facts={
+            "parameters": total,
+            "active_parameters": active,
+            "unigram_entropy": loader.unigram_entropy(),
+            "training_tokens": loader.num_tokens(),
+            "matmul_flops_per_second": peak,
+            "ranks": mesh.dp_size,
+            "device": str(device),
+            "precision": train.precision,
+        },
+    )
+
+
+def checkpoint_tensors(
+    model: KimiModel, *, dp: DataParallel, optimizer: ShardedOptimizer, mesh: Mesh
+) -> dict[str, torch.Tensor]:
+    """What this rank saves, under globally unique names: what it owns, and rank 0 the router biases.
+
+    ``model/<parameter>``, ``model/<buffer>``, ``optim/<state>`` and ``rng/<rank>/cpu``.
+    """
+    params = dict(model.named_parameters())
+    tensors = {f"model/{name}": params[name].detach() for name in dp.owned_names}
+    if mesh.dp_rank == 0:
+        tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
+    tensors |= {f"optim/{name}": value for name, value in optimizer.state_dict().items()}
+    return tensors | {f"rng/{mesh.dp_rank}/cpu": torch.get_rng_state()}
+
+
+def resume(
+    store: CheckpointStore, model: KimiModel, *, dp: DataParallel, optimizer: ShardedOptimizer, mesh: Mesh
+) -> Progress | None:
+    """Load the newest verified checkpoint, whatever the number of ranks that saved it; None if there is none.
+
+    A rank that had no counterpart when saving keeps its freshly seeded random state.
+    """
+    step = store.latest()
+    if step is None:
+        return None
+    rng_name = f"rng/{mesh.dp_rank}/cpu"
+    wanted = {f"model/{name}": param.detach() for name, param in model.named_parameters()}
+    wanted |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
+    optimizer_state = {
+        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in optimizer.state_names().items()
+    }
+    wanted |= {f"optim/{name}": value for name, value in optimizer_state.items()}
+    rng = torch.get_rng_state()
+    if rng_name in store.names(step):
+        wanted[rng_name] = rng
+    state = store.load(step, tensors=wanted, ignore=("rng/",))
+    optimizer.load_state_dict(optimizer_state)
+    torch.set_rng_state(rng)
+    return Progress.from_state(state)

@@ -16,13 +16,13 @@ import logging
 import math
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 METRICS_FILE = "metrics.jsonl"
@@ -30,42 +30,51 @@ RUN_ID_FILE = "run_id"
 
 logger = logging.getLogger(__name__)
 
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "max": torch.max,
+    "last": lambda values: values[0],
+}
 
-def metric(unit: str, *, reduce: str = "last", optional: bool = True) -> Any:
-    """A field of `StepMetrics`.
+
+def _measured(unit: str, *, reduce: str = "last") -> dict[str, str]:
+    """Metadata of a field of `StepMetrics`.
 
     Args:
         unit: what its numbers count.
         reduce: how values of several ranks become one: "sum", "mean" or "max" over the ranks that have
             one; "last" for what is equal on all ranks, or known to rank 0 alone (rank 0's is taken).
-        optional: None by default, and absent from the written object then.
     """
-    assert reduce in ("sum", "mean", "max", "last"), reduce
-    metadata = {"unit": unit, "reduce": reduce}
-    return field(default=None, metadata=metadata) if optional else field(metadata=metadata)
+    assert reduce in _REDUCTIONS, reduce
+    return {"unit": unit, "reduce": reduce}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One training step. ``None`` is "not measured at this step"."""
 
-    step: int = metric("steps done", optional=False)
-    loss: float = metric("nats per token, this rank's share of the global mean", reduce="sum", optional=False)
-    grad_norm: float = metric("global norm before clipping", optional=False)
-    tokens: int = metric("tokens consumed since the start", optional=False)
-    tokens_per_second: float = metric("tokens/s of all ranks", optional=False)
-    learning_rate: float = metric("rate of the matrices", optional=False)
-    samples_hash: str = metric("hash of the step's sample ids", optional=False)
-    step_seconds: float | None = metric("s", reduce="max")
-    mfu: float | None = metric("fraction of the peak FLOP rate", reduce="mean")
-    peak_memory: int | None = metric("bytes", reduce="max")
-    max_over_mean_load: float | None = metric("largest expert load over the mean, worst layer", reduce="max")
-    max_logit: float | None = metric("largest attention logit", reduce="max")
-    expert_load: dict[str, list[int]] | None = metric("routed tokens per expert, by layer")
-    skipped: bool | None = metric("true if the update was skipped")
-    sample_ids: list[int] | None = metric("ids of the samples of a skipped step")
-    validation_loss: float | None = metric("nats per token")
-    sample: str | None = metric("generated text")
+    step: int = field(metadata=_measured("steps done"))
+    loss: float = field(metadata=_measured("nats per token, mean over the step's labelled tokens"))
+    grad_norm: float = field(metadata=_measured("global norm before clipping"))
+    tokens: int = field(metadata=_measured("tokens consumed since the start"))
+    tokens_per_second: float = field(metadata=_measured("tokens/s of all ranks"))
+    learning_rate: float = field(metadata=_measured("rate of the matrices"))
+    samples_hash: str = field(metadata=_measured("hash of the step's sample ids"))
+    step_seconds: float | None = field(default=None, metadata=_measured("s", reduce="max"))
+    mfu: float | None = field(default=None, metadata=_measured("fraction of the peak FLOP rate"))
+    peak_memory: int | None = field(default=None, metadata=_measured("bytes", reduce="max"))
+    max_over_mean_load: float | None = field(
+        default=None, metadata=_measured("largest expert load over the mean, worst layer", reduce="max")
+    )
+    max_logit: float | None = field(default=None, metadata=_measured("largest attention logit", reduce="max"))
+    expert_load: dict[str, list[int]] | None = field(
+        default=None, metadata=_measured("routed tokens per expert, by layer")
+    )
+    skipped: bool | None = field(default=None, metadata=_measured("true if the update was skipped"))
+    sample_ids: list[int] | None = field(default=None, metadata=_measured("ids of the samples of a skipped step"))
+    validation_loss: float | None = field(default=None, metadata=_measured("nats per token"))
+    sample: str | None = field(default=None, metadata=_measured("generated text"))
 
     def as_json(self) -> dict[str, Any]:
         """The object that is written: what was measured, in order of declaration.
@@ -89,13 +98,8 @@ class StepMetrics:
         return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
-def unit_of(name: str) -> str:
-    """Unit of the field ``name`` of `StepMetrics`."""
-    return {item.name: item.metadata["unit"] for item in dataclasses.fields(StepMetrics)}[name]
-
-
 def reduce_over_ranks(metrics: StepMetrics, *, group: ProcessGroup | None, ranks: int) -> StepMetrics:
-    """One value of every number from those of ``ranks`` ranks, by the declared rules; equal on all ranks.
+    """One value of every number from those of ``ranks`` ranks, by the declared rules; the same on all.
 
     One collective whose size depends on the declaration alone, so that ranks that measured different
     things cannot hang. Fields that are not one number (text, lists) stay this rank's own.
@@ -121,9 +125,6 @@ def reduce_over_ranks(metrics: StepMetrics, *, group: ProcessGroup | None, ranks
             number = _REDUCTIONS[item.metadata["reduce"]](values).item()
             changes[item.name] = _like(getattr(metrics, item.name), number)
     return dataclasses.replace(metrics, **changes)
-
-
-_REDUCTIONS = {"sum": torch.sum, "mean": torch.mean, "max": torch.max, "last": lambda values: values[0]}
 
 
 def _like(value: Any, number: float) -> Any:
@@ -161,15 +162,12 @@ class TrackerConfig:
         found = []
         for name, wanted in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
             if wanted and importlib.util.find_spec(name) is None:
-                found.append(
-                    f"trackers.{name}=true: the package {name} is not installed; pip install 'perilune[{name}]' "
-                    f"or set it to false"
-                )
+                found.append(_missing(name))
         modes = ("online", "offline", "disabled")
         if self.mode not in modes:
-            found.append(f"trackers.mode={self.mode}: must be one of {', '.join(modes)}; choose one of them")
+            found.append(f"track.mode={self.mode}: must be one of {', '.join(modes)}; choose one of them")
         if self.wandb and not self.project:
-            found.append("trackers.project='': must not be empty with trackers.wandb=true; name a project")
+            found.append("track.project='': must not be empty with track.wandb=true; name a project")
         return found
 
 
@@ -306,9 +304,7 @@ class WandbTracker:
                 import wandb as client
             except ImportError as error:
                 raise ValueError(_missing("wandb")) from error
-        self._run = client.init(
-            project=project, id=run_id, resume="allow", mode=mode, dir=str(run_dir), config=config
-        )
+        self._run = client.init(project=project, id=run_id, resume="allow", mode=mode, dir=str(run_dir), config=config)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -324,7 +320,7 @@ class WandbTracker:
 
 def _missing(package: str) -> str:
     return (
-        f"trackers.{package}=true: the package {package} is not installed; pip install 'perilune[{package}]' "
+        f"track.{package}=true: the package {package} is not installed; pip install 'perilune[{package}]' "
         f"or set it to false"
     )
 
@@ -349,7 +345,10 @@ class TrackerSet:
             except Exception as error:
                 self._trackers.remove(tracker)
                 logger.warning(
-                    "%s failed (%s: %s); training goes on without it", type(tracker).__name__, type(error).__name__, error
+                    "%s failed (%s: %s); training goes on without it",
+                    type(tracker).__name__,
+                    type(error).__name__,
+                    error,
                 )
 
 
@@ -375,8 +374,6 @@ def make_trackers(
         trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step=resume_step))
     if config.wandb:
         trackers.append(
-            WandbTracker(
-                run_dir, project=config.project, run_id=run_id, mode=config.mode, config=config_dict
-            )
+            WandbTracker(run_dir, project=config.project, run_id=run_id, mode=config.mode, config=config_dict)
         )
     return TrackerSet(trackers)

@@ -9,6 +9,8 @@ import statistics
 import time
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, *, size: int = 1024, repeats: int = 7) -> float:
@@ -42,12 +44,17 @@ class Throughput:
 
     def __init__(self, *, flops_per_token: float, peak: float) -> None:
         self.flops_per_token, self.peak = flops_per_token, peak
-        self._started = time.perf_counter()
 
-    def begin_step(self) -> None:
-        self._started = time.perf_counter()
-
-    def end_step(self, tokens: int) -> tuple[float, float]:
-        """(tokens per second, utilisation in 0..1) since `begin_step`, over all ranks' tokens."""
-        rate = tokens / (time.perf_counter() - self._started)
+    def measure(self, tokens: int, seconds: float) -> tuple[float, float]:
+        """(tokens per second, utilisation in 0..1) of all ranks' tokens in a step."""
+        rate = tokens / seconds
         return rate, rate * self.flops_per_token / self.peak
+
+
+def sum_over_ranks(value: float, *, group: ProcessGroup | None) -> float:
+    """Sum of a host number over the ranks of ``group``; itself when alone."""
+    if group is None:
+        return value
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    return float(total)

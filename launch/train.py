@@ -1,0 +1,178 @@
+"""Train: compose and check the config, join the other ranks, run the loop.
+
+    torchrun --nproc-per-node=2 -m launch.train experiment=demo optim.lr=2e-3
+    python -m launch.train run.dir=runs/mine train.steps=50
+
+The same command with the same run folder resumes. Exit status: 0 done, 1 the run failed (what was saved is
+intact), 2 the configuration or data cannot be used.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from configs.compose import ConfigError, compose_config
+from configs.schema import RunConfig, differences, validate
+from parallel.mesh import build_mesh
+from train.build import build_run
+from train.checkpoint import CheckpointError
+from train.loop import TrainingFailed, train
+from train.progress import ProgressDisplay
+from train.report import write_report
+from train.run_folder import RunLock, read_config, write_config, write_facts
+
+USAGE = """usage: [torchrun --nproc-per-node=N] -m launch.train [--cfg] [KEY=VALUE ...]
+
+KEY=VALUE   override a config key or choose a group: train.steps=50, model=kimi_k3_small
+--cfg       print the effective config and exit
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit status."""
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE, end="")
+        return 0
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        config = compose_config([argument for argument in arguments if argument != "--cfg"])
+        if "--cfg" in arguments:
+            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+            return 0
+        check(config, world_size=world_size, rank=rank)
+        return run(config, world_size=world_size, rank=rank)
+    except (ConfigError, ValueError) as error:
+        return complain(error, rank=rank, status=2)
+    except (CheckpointError, TrainingFailed, OSError) as error:
+        return complain(error, rank=rank, status=1)
+
+
+def check(config: RunConfig, *, world_size: int, rank: int) -> None:
+    """Everything that can be known to be wrong before any process group starts.
+
+    Raises:
+        ConfigError: contradictions, or a run folder made by another config.
+    """
+    problems = validate(config, world_size=world_size)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    folder = Path(config.run.dir)
+    saved = read_config(folder)
+    if saved is None:
+        return
+    allowed, refused = differences(saved, config)
+    if refused:
+        lines = "\n".join(f"  {line}" for line in refused)
+        raise ConfigError(
+            f"run.dir={folder}: this folder was made by another config; set another run.dir, or take back\n{lines}"
+        )
+    if allowed and rank == 0:
+        print("resuming with " + ", ".join(allowed))
+
+
+def run(config: RunConfig, *, world_size: int, rank: int) -> int:
+    """Join the ranks and train."""
+    device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        status = train_on(config, device=device, rank=rank)
+        if dist.is_initialized():
+            # Without it a rank may tear down its connections while another still uses them.
+            dist.barrier()
+        return status
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def train_on(config: RunConfig, *, device: torch.device, rank: int) -> int:
+    """Build the run on this rank and train it to its end."""
+    folder = Path(config.run.dir)
+    first = rank == 0
+    lock = None
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(folder)
+        write_config(folder, asdict(config))
+    built = build_run(
+        mesh=build_mesh(config.parallel),
+        device=device,
+        settings=config.run,
+        model_config=config.model,
+        data=config.data,
+        batch=config.batch,
+        schedule=config.schedule,
+        optim=config.optim,
+        train=config.train,
+        evaluate=config.evaluate,
+        checkpoint=config.checkpoint,
+        trackers=config.trackers,
+        config_dict=asdict(config),
+    )
+    display: Any = nullcontext()
+    if first:
+        write_facts(folder, built.facts)
+        print_heading(config, built.facts, begun_at=built.progress.step)
+        display = ProgressDisplay(config.train.steps, start_step=built.progress.step)
+    with display as shown:
+        train(built, on_step=shown.update if first else None)
+    if first:
+        print(f"run folder: {folder}\nreport:     {write_report(folder)}")
+        assert lock is not None
+        lock.release()
+    return 0
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def print_heading(config: RunConfig, facts: dict[str, Any], *, begun_at: int) -> None:
+    """What is about to run, in a few lines."""
+    batch = config.batch
+    print(
+        f"model: {facts['parameters']:,} parameters, {facts['active_parameters']:,} active per token "
+        f"(without the embedding)\n"
+        f"data:  {facts['training_tokens']:,} training tokens, unigram entropy {facts['unigram_entropy']:.4f} nats/token\n"
+        f"step:  {batch.sequences} sequences of {batch.length} tokens on {facts['ranks']} rank(s), "
+        f"{facts['device']}, {facts['precision']}"
+    )
+    if begun_at >= config.train.steps:
+        print(f"already done: {begun_at} of train.steps={config.train.steps} steps; raise train.steps to go on")
+    elif begun_at:
+        print(f"resumed after step {begun_at}")
+    last = batch.tokens * config.train.steps
+    if last > config.schedule.total_tokens:
+        print(
+            f"note:  the learning rate reaches its minimum at {config.schedule.total_tokens:,} of {last:,} tokens; "
+            "schedule.total_tokens moves that point"
+        )
+
+
+def complain(error: BaseException, *, rank: int, status: int) -> int:
+    """Print an error once, in its own words."""
+    if rank == 0:
+        print("\n".join(f"error: {line}" if line[0] != " " else line for line in str(error).splitlines() if line),
+              file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    warnings.filterwarnings("default", category=UserWarning, module="train")
+    sys.exit(main(sys.argv[1:]))

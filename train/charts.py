@@ -1,0 +1,191 @@
+"""The report's charts: inline SVG by matplotlib, coloured by the page's CSS so that light and dark agree.
+
+matplotlib draws with placeholder colours; `_to_svg` swaps each for a CSS variable of `train/report.py`,
+and leaves text as text, set in the page's font. No pyplot, so no global state.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+PLACEHOLDERS = {
+    "#010101": "var(--ink)",
+    "#020202": "var(--muted)",
+    "#030303": "var(--grid)",
+    "#040404": "var(--series-1)",
+    "#050505": "var(--series-2)",
+    "#060606": "var(--series-3)",
+}
+INK, MUTED, GRID, SERIES_1, SERIES_2, SERIES_3 = PLACEHOLDERS
+
+MOST_POINTS = 1200
+"""Points of a drawn line; longer series are averaged in buckets, over the range of the bucket's values."""
+
+LOAD_COLOURS = LinearSegmentedColormap.from_list("load", ["#184f95", "#6da7ec", "#f0efec", "#ec835a", "#a32a13"])
+"""Diverging, neutral at the mean: blue is idle, red overloaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One series. ``marked`` draws each point (few, apart); ``dashed`` is a level to compare with."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str = SERIES_1
+    marked: bool = False
+    dashed: bool = False
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    y_label: str,
+    x_label: str = "step",
+    log: bool = False,
+    percent: bool = False,
+    from_zero: bool = False,
+    size: tuple[float, float] = (5.2, 2.5),
+) -> str:
+    """Lines over steps as an ``<svg>``; a legend above the plot if there are several.
+
+    Args:
+        lines: at least one, each with at least one point.
+        y_label: quantity and unit.
+        x_label: the same for x.
+        log: logarithmic y, where there is a positive value.
+        percent: y is a fraction, shown in percent.
+        from_zero: y starts at 0.
+        size: inches at 96 pixels; scales with the page.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new_axes(size)
+        for line in lines:
+            _draw(axes, line)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        if len({x for line in lines for x in line.x}) == 1:
+            axes.set_xlim(lines[0].x[0] - 1, lines[0].x[0] + 1)
+        if log and any(y > 0 for line in lines for y in line.y):
+            axes.set_yscale("log", nonpositive="mask")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(_short))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.yaxis.set_major_locator(MaxNLocator(5))
+            axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else _short))
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        if len(lines) > 1:
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(lines), frameon=False, handlelength=1.4)
+        return _to_svg(figure, y_label)
+
+
+def heat_map(rows: Sequence[str], values: np.ndarray, *, x_label: str, y_label: str, colour_label: str) -> str:
+    """``values`` [rows, columns], 1 where balanced, as coloured cells in an ``<svg>``; NaN is left empty."""
+    height = 0.9 + min(5.0, max(0.9, 0.24 * len(rows)))
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new_axes((10.6, height))
+        top = max(2.0, float(np.nanmax(values)))
+        norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
+        image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=LOAD_COLOURS, norm=norm)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        every = max(1, len(rows) // 16)
+        axes.set_yticks(range(0, len(rows), every), labels=list(rows)[::every])
+        bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=max(8, 9 * height), ticks=[0, 0.5, 1, top])
+        bar.ax.set_yticklabels(["0", "½", "1", f"{top:.3g}"])
+        bar.outline.set_visible(False)
+        bar.set_label(colour_label)
+        return _to_svg(figure, colour_label)
+
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.linewidth": 1.0,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+}
+
+
+def _new_axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, layout="constrained", facecolor="none")
+    axes = figure.add_subplot(facecolor="none")
+    return figure, axes
+
+
+def _draw(axes: Axes, line: Line) -> None:
+    x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
+    if len(x) > MOST_POINTS:
+        buckets = np.array_split(np.arange(len(x)), MOST_POINTS // 2)
+        low, high = ([pick(y[b]) for b in buckets] for pick in (np.min, np.max))
+        x, y = np.array([x[b].mean() for b in buckets]), np.array([y[b].mean() for b in buckets])
+        axes.fill_between(x, low, high, color=line.colour, alpha=0.2, linewidth=0)
+    axes.plot(
+        x,
+        y,
+        color=line.colour,
+        label=line.label,
+        linestyle=(0, (4, 3)) if line.dashed else "-",
+        linewidth=1.2 if line.dashed else 1.6,
+        marker="o" if line.marked or len(x) == 1 else None,
+        markersize=4.5,
+    )
+
+
+def _short(value: float, position: int | None = None) -> str:
+    for scale, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:g}{suffix}"
+    return f"{value:g}"
+
+
+def _percent(value: float, position: int | None = None) -> str:
+    return f"{100 * value:g}%"
+
+
+def _to_svg(figure: Figure, title: str) -> str:
+    """The figure as one ``<svg>`` that takes its colours from the page and scales with its column."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = stream.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg [^>]*?)width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"<svg ", f'<svg role="img" aria-label="{title}" ', svg, count=1)
+    svg = re.sub(r"'?(DejaVu Sans|sans-serif)'?[^;\"]*", "inherit", svg)
+    for placeholder, variable in PLACEHOLDERS.items():
+        svg = svg.replace(placeholder, variable)
+    return svg

@@ -1,0 +1,152 @@
+"""The loop, and only the loop: next batch, one step, record, evaluate, checkpoint."""
+
+import time
+from collections.abc import Callable, Iterator
+
+from train.build import Run, checkpoint_tensors
+from train.evaluate import sample_text, validation_loss
+from train.metrics import StepMetrics, reduce_over_ranks
+from train.phases import learning_rate_factor
+from train.report import write_report
+from train.step import StepResult
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on; what was saved is intact."""
+
+
+def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> None:
+    """Train until ``run.train.steps`` and leave a checkpoint behind.
+
+    Args:
+        run: from `train.build.build_run`; its progress says where to begin.
+        on_step: called with each step's metrics, to show them.
+
+    Raises:
+        TrainingFailed: too many updates in a row were skipped.
+        CheckpointError: a checkpoint could not be written.
+    """
+    try:
+        for metrics in steps(run):
+            run.trackers.log(metrics)
+            if on_step is not None:
+                on_step(metrics)
+            if metrics.validation_loss is not None and run.mesh.dp_rank == 0:
+                write_report(run.folder)
+            check_health(run)
+            if due(run.checkpoint.every, run.progress.step) or run.progress.step == run.train.steps:
+                save(run)
+        run.checkpoints.wait()
+    finally:
+        run.trackers.close()
+        run.checkpoints.close()
+
+
+def steps(run: Run) -> Iterator[StepMetrics]:
+    """Do the remaining steps; yields each one's metrics, its evaluation included."""
+    progress, batch, last = run.progress, run.batch, run.train.steps
+    while progress.step < last:
+        started = time.perf_counter()
+        microbatches, position, samples_hash = run.loader.step(
+            progress.position,
+            sequences=batch.sequences,
+            length=batch.length,
+            rank=run.mesh.dp_rank,
+            ranks=run.mesh.dp_size,
+            microbatch=batch.microbatch,
+        )
+        tokens = progress.tokens + batch.tokens
+        lr = run.peak_lr * learning_rate_factor(run.schedule, tokens)
+        result = run.stepper.step(microbatches, lr=lr)
+        progress.advance(tokens=tokens, position=position, skipped=result.skipped)
+        seconds = time.perf_counter() - started
+        rate, utilisation = run.throughput.measure(batch.tokens, seconds)
+        validation, sample = evaluate(run) if due(run.evaluate.every, progress.step, last) else (None, None)
+        load = expert_load(run, result) if due(run.train.detail_every, progress.step, last) else None
+        yield reduce_over_ranks(
+            StepMetrics(
+                step=progress.step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                tokens=tokens,
+                tokens_per_second=rate,
+                learning_rate=lr,
+                samples_hash=samples_hash,
+                step_seconds=seconds,
+                mfu=utilisation,
+                max_over_mean_load=worst_imbalance(result),
+                max_logit=result.max_logit,
+                expert_load=load,
+                skipped=result.skipped or None,
+                sample_ids=[int(i) for m in microbatches for i in m.sample_ids.flatten()] if result.skipped else None,
+                validation_loss=validation,
+                sample=sample,
+            ),
+            group=run.mesh.dp_group,
+            ranks=run.mesh.dp_size,
+        )
+
+
+def due(every: int, step: int, last: int | None = None) -> bool:
+    """Whether something done every so many steps is due; if ``last`` is given, at that step too. 0 is never."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def expert_load(run: Run, result: StepResult) -> dict[str, list[int]]:
+    """Tokens routed to each expert in this step, by MoE layer (counted from 0)."""
+    return {str(layer): row.tolist() for layer, row in zip(run.model.config.moe_layers, result.load)}
+
+
+def worst_imbalance(result: StepResult) -> float | None:
+    """Largest expert load over the mean, in the worst layer; None without experts."""
+    if not result.load.numel():
+        return None
+    load = result.load.double()
+    return float((load.amax(dim=1) / load.mean(dim=1)).max())
+
+
+def evaluate(run: Run) -> tuple[float, str | None]:
+    """(validation loss, text sample of rank 0) of the model as it is now."""
+    batches = run.loader.validation_batches(
+        length=run.batch.length,
+        microbatch=run.batch.microbatch,
+        max_tokens=run.evaluate.tokens,
+        rank=run.mesh.dp_rank,
+        ranks=run.mesh.dp_size,
+    )
+    loss = validation_loss(run.model, batches, mesh=run.mesh, chunk=run.train.loss_chunk)
+    if run.mesh.dp_rank != 0 or not run.evaluate.sample_tokens:
+        return loss, None
+    text = sample_text(
+        run.model,
+        run.loader.encode_prompt(run.evaluate.prompt),
+        decode=run.loader.decode,
+        tokens=run.evaluate.sample_tokens,
+        temperature=run.evaluate.temperature,
+        seed=run.seed,
+    )
+    return loss, text
+
+
+def check_health(run: Run) -> None:
+    """Stop a run that no longer learns.
+
+    Raises:
+        TrainingFailed: too many updates in a row were skipped.
+    """
+    progress = run.progress
+    if progress.skipped_in_a_row >= run.train.max_skipped:
+        raise TrainingFailed(
+            f"step {progress.step}: {progress.skipped_in_a_row} updates in a row had a non-finite loss or gradient "
+            f"(train.max_skipped={run.train.max_skipped}); the samples are in {run.folder / 'metrics.jsonl'}; lower "
+            "optim.lr or inspect them; the last checkpoint is intact"
+        )
+
+
+def save(run: Run) -> None:
+    """Checkpoint the run as it is after the step just done."""
+    run.checkpoints.save(
+        run.progress.step,
+        tensors=checkpoint_tensors(run.model, dp=run.dp, optimizer=run.optimizer, mesh=run.mesh),
+        state=run.progress.to_state(),
+    )
