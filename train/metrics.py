@@ -165,9 +165,9 @@ class TrackerConfig:
                 found.append(_missing(name))
         modes = ("online", "offline", "disabled")
         if self.mode not in modes:
-            found.append(f"track.mode={self.mode}: must be one of {', '.join(modes)}; choose one of them")
+            found.append(f"trackers.mode={self.mode}: must be one of {', '.join(modes)}; choose one of them")
         if self.wandb and not self.project:
-            found.append("track.project='': must not be empty with track.wandb=true; name a project")
+            found.append("trackers.project='': must not be empty with trackers.wandb=true; name a project")
         return found
 
 
@@ -320,7 +320,7 @@ class WandbTracker:
 
 def _missing(package: str) -> str:
     return (
-        f"track.{package}=true: the package {package} is not installed; pip install 'perilune[{package}]' "
+        f"trackers.{package}=true: the package {package} is not installed; pip install 'perilune[{package}]' "
         f"or set it to false"
     )
 

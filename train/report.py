@@ -119,11 +119,15 @@ def _header(name: str, records: Sequence[Record], facts: dict[str, Any]) -> str:
     )
     told = {"parameters", "active_parameters", "unigram_entropy"}
     others = " · ".join(
-        f"{html.escape(key.replace('_', ' '))} <b>{html.escape(str(value))}</b>"
+        f"{html.escape(key.replace('_', ' '))} <b>{html.escape(_fact(value))}</b>"
         for key, value in facts.items()
         if key not in told and value is not None
     )
     return f'<header><h1>{html.escape(name)}</h1><p class="facts">{others}</p></header><dl class="tiles">{shown}</dl>'
+
+
+def _fact(value: Any) -> str:
+    return _count(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def _active(facts: dict[str, Any]) -> str:
@@ -135,7 +139,7 @@ def _count(value: float) -> str:
     for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 10 * scale or (scale > 1e3 and abs(value) >= scale):
             return f"{value / scale:.4g}{suffix}"
-    return f"{value:,.0f}"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.4g}"
 
 
 def _curves(records: Sequence[Record], facts: dict[str, Any]) -> list[str]:

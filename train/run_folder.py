@@ -1,10 +1,10 @@
 """The run folder: who may use it, and which config made it.
 
-    config.yaml     the effective configuration
-    facts.json      what is known about the run: sizes, corpus, unigram entropy
-    metrics.jsonl   one object per step
-    checkpoints/    sealed checkpoints
-    report.html     written at the end and after every evaluation
+config.yaml     the effective configuration
+facts.json      what is known about the run: sizes, corpus, unigram entropy
+metrics.jsonl   one object per step
+checkpoints/    sealed checkpoints
+report.html     written at the end and after every evaluation
 """
 
 import fcntl

@@ -98,9 +98,7 @@ class Stepper:
 
     def _backward(self, microbatch: Microbatch, labels: int, stats: ForwardStats) -> Tensor:
         """Add the microbatch's gradients; returns the sum of its losses (fp64, on the host)."""
-        hidden = self.model.hidden(
-            microbatch.input_ids.to(self.device), microbatch.cu_seqlens, stats=stats
-        )
+        hidden = self.model.hidden(microbatch.input_ids.to(self.device), microbatch.cu_seqlens, stats=stats)
         targets = microbatch.labels.to(self.device)
         loss = chunked_cross_entropy(hidden, self.model.head.weight, targets, chunk=self.loss_chunk)
         (loss / max(labels, 1)).backward()

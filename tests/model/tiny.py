@@ -41,9 +41,7 @@ def tiny_config(family: str = "k3") -> ModelConfig:
 FAMILIES = ["k3", "k3_full", "linear", "k2"]
 
 
-def tiny_model(
-    family: str | ModelConfig = "k3", *, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> KimiModel:
+def tiny_model(family: str | ModelConfig = "k3", *, dtype: torch.dtype = torch.float64, seed: int = 0) -> KimiModel:
     """Initialised, with random pseudo-queries and biases so that nothing is trivially zero or uniform."""
     model = KimiModel(tiny_config(family) if isinstance(family, str) else family)
     initialize(model, seed=seed, std=model.config.init_std)

@@ -1,0 +1,141 @@
+"""What the optimizer does to each parameter, derived from its declared role and from nothing else.
+
+The same rows that drive the update are what `describe_groups` prints, so the dump cannot differ from what
+happens. A parameter without a role, or a "matrix" that has no rows and columns, is an error.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.params import ParamRole, named_roles
+
+NS_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+_ELEMENTWISE_COST = 200.0
+"""Cost of the elementwise part per element, in Newton-Schulz FLOPs: about 40 bytes of traffic per element
+at the few FLOPs per byte that separate matrix products from copies on CPUs and GPUs alike."""
+
+
+@dataclass
+class OptimConfig:
+    """Muon for matrices, AdamW for the rest, one learning rate for both.
+
+    Defaults as in Kimi K3 technical report 2.5 and 3.3 where it says them, else as kept from Kimi K2.
+    """
+
+    lr: float = 1e-3
+    """Peak learning rate; Muon's update is scaled to the size of AdamW's, so both use it."""
+    weight_decay: float = 0.1
+    """Decoupled: each step multiplies the weights by ``1 - lr * weight_decay``."""
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    ns_dtype: str = "auto"
+    """Newton-Schulz precision: auto (bf16 on accelerators, fp32 on CPU), bf16, fp32 or fp64."""
+    per_head: bool = True
+    """Orthogonalise each head's rows of the q, k, v and gate projections alone."""
+    output_per_head: bool = False
+    """Orthogonalise each head's columns of the output projection alone."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 never clips."""
+    qk_clip: float = 100.0
+    """Largest attention logit of a head before its weights are scaled down; 0 is off."""
+    bucket_mb: float = 32.0
+    """Size of a gradient bucket in MiB."""
+
+    def errors(self) -> list[str]:
+        """Every contradiction in this config, one line each: field, value, rule, remedy."""
+        found = [
+            f"optim.{name}={getattr(self, name)}: must be above 0"
+            for name in ("lr", "eps", "bucket_mb")
+            if not getattr(self, name) > 0
+        ]
+        found += [
+            f"optim.{name}={getattr(self, name)}: must be at least 0"
+            for name in ("weight_decay", "clip_norm", "qk_clip")
+            if not getattr(self, name) >= 0
+        ]
+        if not 0 <= self.momentum < 1:
+            found.append(f"optim.momentum={self.momentum}: must lie in [0, 1)")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            found.append(f"optim.betas={list(self.betas)}: must be two numbers in [0, 1)")
+        if not 1 <= self.ns_steps < 100:
+            found.append(f"optim.ns_steps={self.ns_steps}: must lie in 1..99; 5 is usual")
+        if self.ns_dtype not in NS_DTYPES:
+            found.append(f"optim.ns_dtype={self.ns_dtype}: must be one of {', '.join(NS_DTYPES)}")
+        return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """How one parameter is updated.
+
+    optimizer: "muon" or "adamw".
+    blocks: (count, rows, columns) of the matrices that Muon orthogonalises one by one; empty for AdamW.
+    role: the declared role, with the heads that the config switches off removed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    optimizer: str
+    blocks: tuple[tuple[int, int, int], ...]
+    weight_decay: float
+    role: ParamRole
+
+    @property
+    def cost(self) -> float:
+        """Work of one update, in FLOPs or their equivalent; Newton-Schulz needs about
+        ``4 r^2 c + 2 r^3`` a step for r <= c."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        total = _ELEMENTWISE_COST * numel
+        for count, rows, columns in self.blocks:
+            r, c = sorted((rows, columns))
+            total += 5 * count * (4 * r * r * c + 2 * r**3)
+        return total
+
+
+def make_group(name: str, *, param: Tensor, role: ParamRole, config: OptimConfig) -> Group:
+    """The update rule of one parameter.
+
+    Raises:
+        ValueError: a role "matrix" on a parameter that has neither 2 dims nor 3 (experts, rows, columns).
+    """
+    weight_decay = config.weight_decay if role.decay else 0.0
+    shape = tuple(param.shape)
+    if role.kind != "matrix":
+        return Group(name, shape, "adamw", (), weight_decay, role)
+    if param.dim() not in (2, 3):
+        raise ValueError(
+            f"parameter {name}: role matrix needs 2 dims, or 3 for stacked experts, and it has shape "
+            f"{list(shape)}; declare it as vector or embedding"
+        )
+    if not (config.output_per_head if role.by_columns else config.per_head):
+        role = dataclasses.replace(role, heads=1, sections=(), by_columns=False)
+    blocks = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in role.blocks(param))
+    return Group(name, shape, "muon", blocks, weight_decay, role)
+
+
+def make_groups(
+    params: Mapping[str, Tensor], *, roles: Mapping[str, ParamRole], config: OptimConfig
+) -> dict[str, Group]:
+    """The update rule of every parameter, by name, in the given order."""
+    return {name: make_group(name, param=param, role=roles[name], config=config) for name, param in params.items()}
+
+
+def describe_groups(model: nn.Module, *, config: OptimConfig) -> list[Group]:
+    """One row for each trainable parameter of ``model``; also works on the meta device."""
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return list(make_groups(params, roles=named_roles(model), config=config).values())

@@ -1,0 +1,51 @@
+"""From reduced gradients to one verdict: the global norm, whether it is finite, and how much to clip.
+
+Every rank gets the same report, so every rank takes the same branch. Nothing is written here: a step that
+is not finite leaves all parameters and all optimizer state as they were.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from parallel.data import DataParallel
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """Verdict on a step's gradient, equal on all ranks.
+
+    norm: L2 norm over every parameter, before clipping; infinite or NaN if any element is.
+    finite: every element is finite. If not, skip the update.
+    clip: factor in (0, 1] for every gradient; 0 when not finite.
+    """
+
+    norm: float
+    finite: bool
+    clip: float
+
+
+def finalize(dp: DataParallel, *, clip_norm: float) -> GradientReport:
+    """Norm over all parameters after `DataParallel.finish`; one collective, one host synchronisation.
+
+    Each parameter counts once, on its owner. Squares are summed in fp64, so that no finite fp32 gradient
+    overflows and the order of summation hardly shows.
+
+    Args:
+        dp: the data-parallel gradients.
+        clip_norm: largest norm that is passed on unchanged; 0 never clips.
+    """
+    gradients = list(dp.owned_gradients().values())
+    square = torch.zeros((), dtype=torch.float64, device=dp.device)
+    if gradients:
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
+        square += torch.stack(norms).square().sum()
+    if dp.size > 1:
+        dist.all_reduce(square, group=dp.group)
+    norm = math.sqrt(square.item())
+    if not math.isfinite(norm):
+        return GradientReport(norm=norm, finite=False, clip=0.0)
+    clips = 0 < clip_norm < norm
+    return GradientReport(norm=norm, finite=True, clip=clip_norm / norm if clips else 1.0)

@@ -1,0 +1,186 @@
+"""The report: complete from full metrics, present from partial ones, self-contained, escaped, fast."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.report import write_report
+
+
+def make_record(step: int, **changes: Any) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "step": step,
+        "loss": 3 + 6 / step,
+        "grad_norm": 1 / step,
+        "tokens": 16_384 * step,
+        "tokens_per_second": 12_000.0 + step,
+        "learning_rate": 1e-3 / step,
+        "samples_hash": f"{step:08x}",
+        "mfu": 0.2,
+        "max_logit": 20.0 + step,
+        "max_over_mean_load": 1 + 1 / step,
+    }
+    return record | changes
+
+
+def make_run(folder: Path, records: list[dict[str, Any]], *, facts: dict[str, Any] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), "utf-8")
+    if facts is not None:
+        (folder / "facts.json").write_text(json.dumps(facts), "utf-8")
+    return folder
+
+
+def full_run(folder: Path, *, steps: int = 40) -> Path:
+    records = [make_record(step) for step in range(1, steps + 1)]
+    for record in records[9::10]:
+        load = {"1": [10, 30, 20, 20], "2": [0, 80, 0, 0], "10": [20, 20, 20, 20]}
+        record |= {"validation_loss": 3.5 + 5 / record["step"], "expert_load": load}
+        record["sample"] = "if a < b & c:\n    return '<script>alert(1)</script>'"
+    records[6] |= {"loss": None, "grad_norm": None, "finite": False, "skipped": True, "sample_ids": [41, 42]}
+    facts = {
+        "parameters": 28_400_000,
+        "active_parameters": 11_200_000,
+        "unigram_entropy": 6.31,
+        "tokenizer": "<bpe>",
+        "rate": 1.234e12,
+        "ranks": 2,
+    }
+    run = make_run(folder, records, facts=facts)
+    (run / "config.yaml").write_text("data: {name: '<x>'}\n", "utf-8")
+    return run
+
+
+@pytest.fixture(scope="module")
+def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report of a full run, in a folder whose name needs escaping."""
+    run = full_run(tmp_path_factory.mktemp("runs") / "a <b> & c")
+    path = write_report(run)
+    assert path == run / "report.html"
+    return path.read_text("utf-8")
+
+
+def headings(page: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", page)
+
+
+def test_a_full_run_shows_everything(full_page: str) -> None:
+    assert headings(full_page) == [
+        "Loss",
+        "Speed",
+        "Model FLOPs utilisation",
+        "Learning rate",
+        "Gradient norm",
+        "Largest attention logit",
+        "Expert load",
+        "Balance over time",
+        "Text samples",
+        "Skipped steps (1)",
+        "Configuration",
+    ]
+    for text in (
+        "28.4M",
+        "11.2M active",
+        "6.3100",
+        "655.4k",
+        "3.1500",
+        "3.6250",
+        "41, 42",
+        "not finite",
+        "rate <b>1.234T</b>",
+        "ranks <b>2</b>",
+    ):
+        assert text in full_page, text
+    assert full_page.count("<summary>step ") == 4
+    assert "unigram entropy</text>" in full_page, "the level is labelled in the loss chart"
+    for label in ("loss (nats/token)", "tokens/s", "learning rate", "load / mean load", "expert", "layer"):
+        assert f">{label}</text>" in full_page, label
+
+
+def test_it_is_self_contained_and_escaped(full_page: str) -> None:
+    page = full_page
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<title>a &lt;b&gt; &amp; c</title>" in page
+    assert "<b>&lt;bpe&gt;</b>" in page
+    assert "data: {name: &#x27;&lt;x&gt;&#x27;}" in page
+    assert not re.search(r"<(link|iframe|object|embed)\b|@import|url\((?!#)", page)
+    fetched = re.findall(r'(?:src|href)="(?!#|data:)([^"]*)"', page)
+    assert fetched == []
+
+
+def test_charts_are_well_formed_and_take_the_pages_colours(full_page: str) -> None:
+    charts = re.findall(r"<svg .*?</svg>", full_page, re.DOTALL)
+    assert len(charts) == 8
+    for chart in charts:
+        ElementTree.fromstring(chart)
+        assert "var(--muted)" in chart
+        assert not re.search(r"#0[1-6]0[1-6]0[1-6]", chart), "no placeholder is left"
+    assert "var(--series-1)" in charts[0]
+    assert "var(--series-2)" in charts[0]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        pytest.param([], id="no-steps"),
+        pytest.param([make_record(1)], id="one-step"),
+        pytest.param([make_record(1), make_record(2)], id="two-steps"),
+        pytest.param([{"step": 1}], id="bare-step"),
+        pytest.param(
+            [make_record(1, loss=None, grad_norm=None, finite=False, skipped=True, validation_loss=None)], id="nan"
+        ),
+        pytest.param([make_record(1, grad_norm=0.0, learning_rate=0.0, mfu=0.0, tokens_per_second=0.0)], id="zeros"),
+        pytest.param([make_record(1, expert_load={"0": [0, 0]}, max_over_mean_load=1.0)], id="no-routed-tokens"),
+        pytest.param([make_record(1, expert_load={"0": [1, 2], "1": [3]}, sample="")], id="uneven-layers"),
+        pytest.param([make_record(1), make_record(2, grad_norm=1e-30), make_record(3, loss=1e30)], id="extremes"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_short_and_partial_runs_have_a_report(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    page = write_report(make_run(tmp_path / "run", records)).read_text("utf-8")
+    assert page.rstrip().endswith("</html>")
+    assert ("Loss" in headings(page)) == any(record.get("loss") is not None for record in records)
+    assert "NaN" not in page
+    assert "nan" not in re.sub(r"<style.*?</style>", "", page, flags=re.DOTALL)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [make_record(1), make_record(2)])
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "lo')
+    assert "<dt>steps</dt><dd>2</dd>" in write_report(run).read_text("utf-8")
+
+
+def test_layers_are_in_their_order(full_page: str) -> None:
+    chart = re.findall(r"<svg .*?</svg>", full_page, re.DOTALL)[6]
+    ticks = chart[chart.index('id="matplotlib.axis_2"') : chart.index(">layer</text>")]
+    assert re.findall(r">(\d+)</text>", ticks) == ["1", "2", "10"]
+
+
+def test_a_long_run_stays_fast_and_small(tmp_path: Path) -> None:
+    records = [make_record(step, loss=3 + math.sin(step)) for step in range(1, 20_001)]
+    run = make_run(tmp_path / "run", records)
+    # Processor time, so that what else runs on the machine does not count.
+    started = time.process_time()
+    path = write_report(run)
+    assert time.process_time() - started < 3
+    assert path.stat().st_size < 1_000_000
+
+
+def test_the_command_writes_and_prints_the_path(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "demo")
+    command = [sys.executable, "-m", "train.report"]
+    done = subprocess.run([*command, str(run)], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{run / 'report.html'}\n"
+    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert failed.stderr == f"run folder {tmp_path}: must hold metrics.jsonl; name the folder of a run\n"
