@@ -33,7 +33,7 @@ class RunConfig:
     train: TrainSettings = field(default_factory=TrainSettings)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    track: TrackerConfig = field(default_factory=TrackerConfig)
+    trackers: TrackerConfig = field(default_factory=TrackerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
@@ -58,8 +58,15 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
         *config.train.errors(),
         *config.evaluate.errors(),
         *config.checkpoint.errors(),
-        *config.track.errors(),
+        *config.trackers.errors(),
     ]
+    tp = config.parallel.tp
+    for name, heads in (("kda", config.model.kda.heads), ("mla", config.model.mla.heads)):
+        if tp > 1 and heads % tp:
+            found.append(
+                f"model.{name}.heads={heads}: must be divisible by parallel.tp={tp}, which splits heads; "
+                f"use {-(-heads // tp) * tp} heads or another parallel.tp"
+            )
     if config.data.default_corpus and config.data.vocab_size > config.model.vocab_size:
         found.append(
             f"data.vocab_size={config.data.vocab_size}: the default corpus' tokenizer must fit into "
@@ -75,7 +82,7 @@ FREE = (
     "train.detail_every",
     "evaluate.",
     "checkpoint.",
-    "track.",
+    "trackers.",
     "run.dir",
     "run.name",
     "run.cache",

@@ -148,7 +148,8 @@ def print_heading(config: RunConfig, facts: dict[str, Any], *, begun_at: int) ->
     print(
         f"model: {facts['parameters']:,} parameters, {facts['active_parameters']:,} active per token "
         f"(without the embedding)\n"
-        f"data:  {facts['training_tokens']:,} training tokens, unigram entropy {facts['unigram_entropy']:.4f} nats/token\n"
+        f"data:  {facts['training_tokens']:,} training tokens, "
+        f"unigram entropy {facts['unigram_entropy']:.4f} nats/token\n"
         f"step:  {batch.sequences} sequences of {batch.length} tokens on {facts['ranks']} rank(s), "
         f"{facts['device']}, {facts['precision']}"
     )
@@ -167,8 +168,10 @@ def print_heading(config: RunConfig, facts: dict[str, Any], *, begun_at: int) ->
 def complain(error: BaseException, *, rank: int, status: int) -> int:
     """Print an error once, in its own words."""
     if rank == 0:
-        print("\n".join(f"error: {line}" if line[0] != " " else line for line in str(error).splitlines() if line),
-              file=sys.stderr)
+        print(
+            "\n".join(f"error: {line}" if line[0] != " " else line for line in str(error).splitlines() if line),
+            file=sys.stderr,
+        )
     return status
 
 

@@ -319,14 +319,14 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TL: Tensor, source_S: Tensor, slot_R: Tensor) -> Tensor:
         ctx.save_for_backward(slot_R)
-        ctx.tokens = x_TL.shape[0]
+        ctx.shape = x_TL.shape[0], slot_R.numel() // max(1, x_TL.shape[0]), x_TL.shape[1]
         return torch.cat([x_TL, x_TL.new_zeros(1, x_TL.shape[1])]).index_select(0, source_S)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SL: Tensor) -> tuple[Tensor, None, None]:
         (slot_R,) = ctx.saved_tensors
-        return grad_SL.index_select(0, slot_R).view(ctx.tokens, -1, grad_SL.shape[1]).sum(dim=1), None, None
+        return grad_SL.index_select(0, slot_R).view(ctx.shape).sum(dim=1), None, None
 
 
 class _Collect(torch.autograd.Function):

@@ -1,8 +1,11 @@
 """The loop, and only the loop: next batch, one step, record, evaluate, checkpoint."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import torch.distributed as dist
+
+from data.loader import Microbatch
 from train.build import Run, checkpoint_tensors
 from train.evaluate import sample_text, validation_loss
 from train.metrics import StepMetrics, reduce_over_ranks
@@ -78,7 +81,7 @@ def steps(run: Run) -> Iterator[StepMetrics]:
                 max_logit=result.max_logit,
                 expert_load=load,
                 skipped=result.skipped or None,
-                sample_ids=[int(i) for m in microbatches for i in m.sample_ids.flatten()] if result.skipped else None,
+                sample_ids=gather_sample_ids(run, microbatches) if result.skipped else None,
                 validation_loss=validation,
                 sample=sample,
             ),
@@ -90,6 +93,16 @@ def steps(run: Run) -> Iterator[StepMetrics]:
 def due(every: int, step: int, last: int | None = None) -> bool:
     """Whether something done every so many steps is due; if ``last`` is given, at that step too. 0 is never."""
     return every > 0 and (step % every == 0 or step == last)
+
+
+def gather_sample_ids(run: Run, microbatches: Sequence[Microbatch]) -> list[int]:
+    """(source, cursor, length) of every sample of the step, of all ranks in order, flat. All ranks call it."""
+    own = [int(value) for microbatch in microbatches for value in microbatch.sample_ids.flatten()]
+    if run.mesh.dp_group is None:
+        return own
+    gathered: list[list[int]] = [[] for _ in range(run.mesh.dp_size)]
+    dist.all_gather_object(gathered, own, group=run.mesh.dp_group)
+    return [value for part in gathered for value in part]
 
 
 def expert_load(run: Run, result: StepResult) -> dict[str, list[int]]:
@@ -124,6 +137,7 @@ def evaluate(run: Run) -> tuple[float, str | None]:
         tokens=run.evaluate.sample_tokens,
         temperature=run.evaluate.temperature,
         seed=run.seed,
+        stop=run.loader.sources[0].store.manifest.eos_id,
     )
     return loss, text
 

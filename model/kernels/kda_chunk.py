@@ -35,7 +35,6 @@ segments in reverse and recomputes the inside.
 Shape letters: B batch, T tokens, H heads, K key, V value, C chunk, n chunks times heads.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +45,8 @@ from torch.autograd.function import once_differentiable
 from model.kernels.kda_reference import check_kda_inputs
 
 # Measured with tests/bench/kda.py: longer chunks do more work inside, shorter ones more steps in order.
-CHUNK = 64
-SEGMENT_TOKENS = 2048
+CHUNK = 32
+SEGMENT_TOKENS = 1024
 
 
 def kda_chunk(
@@ -100,17 +99,12 @@ class _Segment:
     """Consecutive steps of the recurrence. Chunks are numbered inside the segment.
 
     starts, stops: int64 [chunks], the tokens of each chunk.
-    steps: (first chunk, number of chunks) of each step; the chunks belong to the first documents in order.
+    running: how many documents each step runs, the first ones in order; one chunk of each.
     """
 
     starts: Tensor
     stops: Tensor
-    steps: list[tuple[int, int]]
-
-    @property
-    def documents(self) -> int:
-        """Documents that run in this segment: a prefix of the order."""
-        return self.steps[0][1]
+    running: list[int]
 
 
 @dataclass(frozen=True)
@@ -138,12 +132,11 @@ def _plan(offsets: list[int]) -> _Plan:
     while step < steps:
         count = max(1, SEGMENT_TOKENS // (chunk * running[step]))
         group = running[step : step + count]
-        first = [sum(group[:i]) for i in range(len(group))]
         segments.append(
             _Segment(
                 torch.cat([starts[:n] + chunk * (step + i) for i, n in enumerate(group)]),
                 torch.cat([stops[:n] for n in group]),
-                list(zip(first, group)),
+                group,
             )
         )
         step += count
@@ -179,124 +172,125 @@ class _Rows:
         to.view(-1, to.shape[-1]).index_copy_(0, self.write_to, x.reshape(-1, x.shape[-1]).to(to.dtype))
 
 
-def _levels(alpha: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Walk the tree up: for half = 1, 2, ... C, the decay [n, C, K] from the start of each block of ``half``
-    tokens up to and with each token, and the decay after each token up to the block's end. The same two
-    tensors are updated in place."""
-    n, chunk, key = alpha.shape
-    to_token = alpha.clone()
-    to_end = torch.ones_like(alpha)
-    half = 1
-    while half < chunk:
-        yield half, to_token, to_end
-        token, end = (x.view(n, -1, 2, half, key) for x in (to_token, to_end))
-        left, right = token[:, :, 0, -1:], token[:, :, 1, -1:].clone()
-        token[:, :, 1] *= left
-        end[:, :, 0] *= right
-        half *= 2
-    yield chunk, to_token, to_end
+@dataclass(frozen=True)
+class _Level:
+    """One level of the tree, kept for backward: blocks of 2 half tokens, m of them over all chunks."""
 
-
-def _blocks(matrix: Tensor, half: int, row: int, column: int) -> Tensor:
-    """The quarter (row, column) of every diagonal block of 2 half tokens, a view: [n, C, ..., C] -> [n,
-    C / (2 half), half, ..., half]."""
-    grid = matrix.unflatten(-1, (-1, 2, half)).unflatten(1, (-1, 2, half))
-    grid = grid.select(-2, column).select(2, row)
-    return grid.diagonal(dim1=1, dim2=-2).movedim(-1, 1)
-
-
-def _rows_and_columns(x: Tensor, to_token: Tensor, to_end: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Right halves of q and k, decayed from the middle, and left halves of k, decayed to it: [m, 2 half, K]
-    (q and k alternate) and [m, half, K], m blocks."""
-    n, chunk, _, key = x.shape
-    x = x.view(-1, 2, half, 2, key)
-    rows = x[:, 1] * to_token.view(-1, 2, half, 1, key)[:, 1]
-    columns = x[:, 0, :, 1] * to_end.view(-1, 2, half, key)[:, 0]
-    return rows.view(-1, 2 * half, key), columns
+    half: int
+    rows: Tensor  # [m, 2 half, K]: q and k (alternating) of the right half, decayed from the middle
+    columns: Tensor  # [m, half, K]: k of the left half, decayed to the middle
+    left: Tensor  # [m, 1, K]: decay through the left half
+    right: Tensor  # [m, 1, K]: decay through the right half
 
 
 @dataclass(frozen=True)
 class _Inside:
-    """What a chunk computes without the state. In comments, the names of the module's docstring."""
+    """What a chunk computes without the state; in the comments, the names of the module's docstring."""
 
+    levels: list[_Level]  # from small blocks to large; only if asked for
     scores: Tensor  # [n, C, 2, C]: P and L
-    inverse: Tensor  # [n, C, C]: (I + Diag(beta) L)^-1
+    inverse: Tensor  # [n, C, C]: (I + L Diag(beta))^-1
     reads: Tensor  # [n, C, 2, K]: Gamma Q and Gamma K
     writes: Tensor  # [n, C, K]: K Gamma_C / Gamma
-    from_start: Tensor  # [n, C, K]: Gamma
-    to_end: Tensor  # [n, C, K]: Gamma_C / Gamma
-    through: Tensor  # [n, K]: Gamma_C
+    through: Tensor  # [n, K, 1]: Gamma_C
+    alpha: Tensor  # [n, C, K]: exp(g)
     erase: Tensor  # [n, C, K]: M (Gamma K)
-    transition: Tensor  # [n, K, K]: A
 
 
-def _inside(x: Tensor, g: Tensor, beta: Tensor) -> _Inside:
+def _inside(x: Tensor, g: Tensor, beta: Tensor, *, keep_levels: bool) -> _Inside:
+    """x [n, C, 2, K] alternates q and k, g [n, C, K], beta [n, C]."""
     n, chunk, _, key = x.shape
     scores = x.new_zeros(n, chunk, 2, chunk)
     scores[:, :, 0].diagonal(dim1=1, dim2=2).copy_((x[:, :, 0] * x[:, :, 1]).sum(-1))
     inverse = torch.eye(chunk, dtype=x.dtype, device=x.device).repeat(n, 1, 1)
-    for half, to_token, to_end in _levels(g.exp()):
-        if half == chunk:
-            break
-        rows, columns = _rows_and_columns(x, to_token, to_end, half)
-        block = torch.bmm(rows, columns.transpose(1, 2)).view(n, -1, half, 2, half)
+    # Relative to blocks of `half` tokens: rows decayed from the start of their block, columns to its end.
+    through = alpha = g.exp()
+    reads = x * alpha.unsqueeze(2)
+    writes = x[:, :, 1].clone()
+    levels = []
+    half = 1
+    while half < chunk:
+        left, right = through.view(-1, 2, 1, key).unbind(1)
+        rows, columns = reads.view(-1, 2, 2 * half, key)[:, 1], writes.view(-1, 2, half, key)[:, 0]
+        block = torch.bmm(rows, columns.mT).view(n, -1, half, 2, half)
         _blocks(scores, half, 1, 0).copy_(block)
-        lower = block[..., 1, :] * beta.view(n, -1, 2, half)[:, :, 1].unsqueeze(-1)
-        left, right = _blocks(inverse, half, 0, 0), _blocks(inverse, half, 1, 1)
-        _blocks(inverse, half, 1, 0).copy_(right @ lower @ left).neg_()
-    reads = x * to_token.unsqueeze(2)
-    writes = x[:, :, 1] * to_end
-    erase = torch.bmm(inverse, beta.unsqueeze(-1) * reads[:, :, 1])
-    transition = torch.bmm(writes.transpose(1, 2), erase).neg_()
-    # Not the product in to_token: over many chunks its rounding would add up in the slowest channels.
-    through = g.sum(1).exp()
-    transition.diagonal(dim1=1, dim2=2).add_(through)
-    return _Inside(scores, inverse, reads, writes, to_token, to_end, through, erase, transition)
+        lower = block[..., 1, :] * beta.view(n, -1, 2, half)[:, :, :1]
+        first, second = _blocks(inverse, half, 0, 0), _blocks(inverse, half, 1, 1)
+        _blocks(inverse, half, 1, 0).copy_((second @ lower @ first).neg_())
+        if keep_levels:
+            levels.append(_Level(half, rows.clone(), columns.clone(), left, right))
+        rows *= left
+        columns *= right
+        through = left * right
+        half *= 2
+    erase = torch.bmm(inverse, reads[:, :, 1]).mul_(beta.unsqueeze(-1))
+    # Not the product above: over many chunks its rounding would add up in the slowest channels.
+    return _Inside(levels, scores, inverse, reads, writes, g.sum(1).exp_().unsqueeze(-1), alpha, erase)
 
 
-def _run_states(segment: _Segment, transition: Tensor, added: Tensor, state: Tensor) -> Tensor:
-    """S' = A S + B over the segment's steps. ``state`` [documents, H, K, V] is advanced in place, ``added``
-    [n, K, V] becomes the state at the end of each chunk; returns the state at the start of each."""
+def _blocks(matrix: Tensor, half: int, row: int, column: int) -> Tensor:
+    """The quarter (row, column) of every diagonal block of 2 half tokens, a view: contiguous [n, C, ..., C]
+    -> [n, C / (2 half), half, ..., half]."""
+    n, chunk, *middle, _ = matrix.shape
+    outer, line, *strides = matrix.stride()
+    return matrix.as_strided(
+        (n, chunk // (2 * half), half, *middle, half),
+        (outer, 2 * half * (line + 1), line, *strides),
+        matrix.storage_offset() + half * (row * line + column),
+    )
+
+
+def _run_states(segment: _Segment, inside: _Inside, written: Tensor, state: Tensor) -> Tensor:
+    """The recurrence over the segment's steps. ``state`` [documents, H, K, V] is advanced in place, ``written``
+    goes from M V to N in place; returns the state at the start of each chunk, [n, K, V]."""
     heads = state.shape[1]
-    sizes = [count * heads for _, count in segment.steps]
+    sizes = [count * heads for count in segment.running]
     state = state.view(-1, *state.shape[2:])
-    starts = [state[: sizes[0]].clone()]
-    for a, b, following in zip(transition.split(sizes), added.split(sizes), [*sizes[1:], 0]):
-        b.baddbmm_(a, starts[-1])
-        state[following : len(b)] = b[following:]
-        starts.append(b[:following])
+    per_step = (x.split(sizes) for x in (written, inside.erase, inside.writes.mT, inside.through))
+    start = state[: sizes[0]].clone()
+    starts = []
+    for following, (new, erase, writes, through) in zip([*sizes[1:], 0], zip(*per_step)):
+        starts.append(start)
+        new.baddbmm_(erase, start, alpha=-1)
+        end = (start * through).baddbmm_(writes, new)
+        if following < len(end):
+            state[following : len(end)] = end[following:]
+        start = end[:following]
     return torch.cat(starts)
 
 
-def _run_states_back(segment: _Segment, transition: Tensor, added: Tensor, grad_state: Tensor) -> Tensor:
-    """The adjoint of `_run_states`: ``grad_state`` goes from the segment's end to its start in place; returns
-    the gradient of the state at the end of each chunk, [n, K, V]. ``added`` [n, K, V], the gradient of each
-    chunk's starting state by that chunk's outputs, becomes the whole gradient of the starting state."""
+def _run_states_back(
+    segment: _Segment, inside: _Inside, grad_written: Tensor, by_output: Tensor, grad_state: Tensor
+) -> Tensor:
+    """The adjoint of `_run_states`: ``grad_state`` goes from the segment's end to its start in place,
+    ``grad_written`` from the outputs' part of dN to the whole; ``by_output`` [n, K, V] is the outputs' part of
+    the gradient of each chunk's starting state. Returns the gradient of the state at the end of each chunk."""
     heads = grad_state.shape[1]
-    sizes = [count * heads for _, count in segment.steps]
+    sizes = [count * heads for count in segment.running]
     grad_state = grad_state.view(-1, *grad_state.shape[2:])
-    ends: list[Tensor] = []
-    following = grad_state[:0]
-    for a, b in zip(reversed(transition.mT.split(sizes)), reversed(added.split(sizes))):
-        if len(following) < len(b):
-            following = torch.cat([following, grad_state[len(following) : len(b)]])
-        ends.append(following)
-        following = b.baddbmm_(a, following)
-    grad_state[: sizes[0]] = following
+    tensors = grad_written, by_output, inside.erase.mT, inside.writes, inside.through
+    per_step = (reversed(x.split(sizes)) for x in tensors)
+    end = grad_state[:0]
+    ends = []
+    for new, output, erase, writes, through in zip(*per_step):
+        if len(end) < len(new):
+            end = torch.cat([end, grad_state[len(end) : len(new)]])
+        ends.append(end)
+        new.baddbmm_(writes, end)
+        end = torch.addcmul(output, end, through).baddbmm_(erase, new, alpha=-1)
+    grad_state[: sizes[0]] = end
     return torch.cat(ends[::-1])
 
 
 def _forward_segment(
     segment: _Segment, x: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> Tensor:
-    """Outputs [n, C, V] of a segment; advances ``state`` in place."""
-    inside = _inside(x, g, beta)
-    written = torch.bmm(inside.inverse, beta.unsqueeze(-1) * v)
-    added = torch.bmm(inside.writes.transpose(1, 2), written)
-    starts = _run_states(segment, inside.transition, added, state)
-    written.baddbmm_(inside.erase, starts, alpha=-1)
+) -> tuple[Tensor, Tensor]:
+    """Outputs [n, C, V] and starting states [n, K, V] of a segment; advances ``state`` in place."""
+    inside = _inside(x, g, beta, keep_levels=False)
+    written = torch.bmm(inside.inverse, v).mul_(beta.unsqueeze(-1))
+    starts = _run_states(segment, inside, written, state)
     o = torch.bmm(inside.scores[:, :, 0], written)
-    return o.baddbmm_(inside.reads[:, :, 0], starts)
+    return o.baddbmm_(inside.reads[:, :, 0], starts), starts
 
 
 def _backward_segment(
@@ -305,72 +299,73 @@ def _backward_segment(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    state: Tensor,
+    starts: Tensor,
     grad_o: Tensor,
     grad_state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q (scaled), k, v, g, beta in chunks; ``grad_state`` goes from end to start in place.
 
-    With E = V - (Gamma K) S - L N (so N = Diag(beta) E) and Z = (I + Diag(beta) L)^-T dN:
-    dV = Diag(beta) Z, dbeta = rowsum(Z * E), and the rows Y = [dO; -dV] of the reads q and k give both
-    dscores = Y N^T and dreads = Y S^T.
+    With R = V - (Gamma K) S, E = (I + L Diag(beta))^-1 R and N = Diag(beta) E:
+    dV = (I + L Diag(beta))^-T Diag(beta) dN, and the rows Y = [dO; -dV] of the reads q and k give the
+    gradients Y S^T of Gamma Q and Gamma K, and Y N^T = Y E^T Diag(beta) of P and L.
     """
-    inside = _inside(x, g, beta)
+    inside = _inside(x, g, beta, keep_levels=True)
     n, chunk, _, key = x.shape
-    beta = beta.unsqueeze(-1)
     scores, lower = inside.scores.unbind(2)
-    added = torch.bmm(inside.writes.transpose(1, 2), torch.bmm(inside.inverse, beta * v))
-    starts = _run_states(segment, inside.transition, added, state)
-    unread = torch.baddbmm(v, inside.reads[:, :, 1], starts, alpha=-1)
-    written = torch.bmm(inside.inverse, beta * unread)
+    step = beta.unsqueeze(-1)
+    error = torch.bmm(inside.inverse, torch.baddbmm(v, inside.reads[:, :, 1], starts, alpha=-1))
+    written = step * error
 
-    grad_written = torch.bmm(scores.transpose(1, 2), grad_o)
-    by_output = torch.bmm(inside.reads[:, :, 0].transpose(1, 2), grad_o)
-    by_output.baddbmm_(inside.erase.transpose(1, 2), grad_written, alpha=-1)
-    ends = _run_states_back(segment, inside.transition, by_output, grad_state)
-    grad_written.baddbmm_(inside.writes, ends)
-    solved = torch.bmm(inside.inverse.transpose(1, 2), grad_written)
-    error = unread.baddbmm_(lower, written, alpha=-1)
-    grad_beta = (solved * error).sum(-1)
-    grad_v = beta * solved
-    grad_rows = torch.stack([grad_o, -grad_v], dim=2).view(n, 2 * chunk, -1)
+    grad_written = torch.bmm(scores.mT, grad_o)
+    by_output = torch.bmm(inside.reads[:, :, 0].mT, grad_o)
+    ends = _run_states_back(segment, inside, grad_written, by_output, grad_state)
+    grad_v = torch.bmm(inside.inverse.mT, step * grad_written)
+    grad_rows = grad_o.new_empty(n, chunk, 2, grad_o.shape[-1])
+    grad_rows[:, :, 0] = grad_o
+    torch.neg(grad_v, out=grad_rows[:, :, 1])
+    grad_rows = grad_rows.view(n, 2 * chunk, -1)
 
-    grad_scores = torch.bmm(grad_rows, written.transpose(1, 2)).view(n, chunk, 2, chunk)
-    grad_reads = torch.bmm(grad_rows, starts.transpose(1, 2)).view(n, chunk, 2, key)
-    grad_writes = torch.bmm(written, ends.transpose(1, 2))
-    # Gradients of q and k as rows (they read) and of k as column (it writes): each times its decay.
-    by_row = grad_reads * inside.from_start.unsqueeze(2)
-    by_column = grad_writes * inside.to_end
-    _add_score_gradients(x, g, grad_scores, by_row, by_column)
+    grad_scores = torch.bmm(grad_rows, error.mT).view(n, chunk, 2, chunk)
+    grad_beta = (grad_written * error).sum(-1) + (grad_scores[:, :, 1] * lower).sum(1)
+    grad_scores *= beta.view(n, 1, 1, chunk)
+    by_row = torch.bmm(grad_rows, starts.mT).view(n, chunk, 2, key)
+    by_column = torch.bmm(written, ends.mT)
+    grad_through = (inside.writes * by_column).sum(1) + inside.through.squeeze(-1) * (starts * ends).sum(-1)
+    _descend(inside.levels, grad_scores, by_row, by_column)
+    by_row *= inside.alpha.unsqueeze(2)
 
-    # A decay exp(G_i - G_j) of row i and column j passes to G_i what the row gets and takes the column's part
-    # from G_j, so dG needs no more than the gradients at hand; the end of the chunk is a row of its own.
-    k = x[:, :, 1]
-    grad_sum = (x * by_row).sum(2) - k * by_column
-    grad_sum[:, -1] += (inside.writes * grad_writes).sum(1)
-    grad_sum[:, -1] += inside.through * (starts * ends).sum(-1)
-    grad_g = grad_sum.flip(1).cumsum(1).flip(1)
+    # A decay exp(G_i - G_j) of row i and column j gives to G_i what the row gets and takes from G_j what the
+    # column gets, so the gradient of G needs only what is at hand; the chunk's end is one more row.
+    q, k = x.unbind(2)
+    by_q, by_k = by_row.unbind(2)
+    grad_sum = (q * by_q).addcmul_(k, by_k - by_column)
+    grad_sum[:, -1] += grad_through
+    # Every G_i is a sum over g_1 ... g_i; as a product, since cumsum along a strided dim is slow.
+    grad_g = torch.matmul(torch.ones(chunk, chunk, dtype=x.dtype, device=x.device).triu_(), grad_sum)
 
     own = grad_scores[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)
-    grad_q = by_row[:, :, 0] + own * k
-    grad_k = by_row[:, :, 1] + by_column + own * x[:, :, 0]
+    grad_q = torch.addcmul(by_q, own, k)
+    grad_k = torch.addcmul(by_k, own, q).add_(by_column)
     return grad_q, grad_k, grad_v, grad_g, grad_beta
 
 
-def _add_score_gradients(
-    x: Tensor, g: Tensor, grad_scores: Tensor, by_row: Tensor, by_column: Tensor
-) -> None:
-    """Add what P and L (without P's diagonal) give back to q and k, in place."""
-    n, chunk, _, key = x.shape
-    for half, to_token, to_end in _levels(g.exp()):
-        if half == chunk:
-            break
-        rows, columns = _rows_and_columns(x, to_token, to_end, half)
+def _descend(levels: list[_Level], grad_scores: Tensor, by_row: Tensor, by_column: Tensor) -> None:
+    """Adjoint of the climb in `_inside`: from gradients of the rows and columns relative to the chunk to those
+    relative to single tokens, in place, taking in on the way what P and L (but P's diagonal) give."""
+    key = by_column.shape[-1]
+    for level in reversed(levels):
+        half = level.half
+        row, column = by_row.view(-1, 2, 2 * half, key)[:, 1], by_column.view(-1, 2, half, key)[:, 0]
         block = _blocks(grad_scores, half, 1, 0).reshape(-1, 2 * half, half)
-        grad = torch.bmm(block, columns).view(-1, half, 2, key)
-        by_row.view(-1, 2, half, 2, key)[:, 1].addcmul_(grad, to_token.view(-1, 2, half, 1, key)[:, 1])
-        grad = torch.bmm(block.transpose(1, 2), rows)
-        by_column.view(-1, 2, half, key)[:, 0].addcmul_(grad, to_end.view(-1, 2, half, key)[:, 0])
+        row.mul_(level.left).add_(_product(block, level.columns))
+        column.mul_(level.right).add_(_product(block.mT, level.rows))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched a @ b; elementwise for the single tokens of the lowest level, which `torch.bmm` does one by one."""
+    if a.shape[1] * a.shape[2] > 2:
+        return torch.bmm(a, b)
+    return (a.mT * b).sum(1, keepdim=True) if a.shape[1] == 1 else a * b
 
 
 class _ChunkKDA(torch.autograd.Function):
@@ -396,9 +391,10 @@ class _ChunkKDA(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for segment in plan.segments:
                 rows = _Rows(segment, plan.chunk, batch * length, heads, q.device)
-                states.append(state[: segment.documents].clone())
                 inputs = _read_inputs(rows, q, k, v, g, beta, scale, dtype)
-                rows.write(_forward_segment(segment, *inputs, state), o)
+                o_chunks, starts = _forward_segment(segment, *inputs, state)
+                rows.write(o_chunks, o)
+                states.append(starts)
         ctx.save_for_backward(q, k, v, g, beta, *states)
         ctx.plan, ctx.scale, ctx.dtype, ctx.state_dtype = plan, scale, dtype, initial_state.dtype
         final_state = torch.empty_like(state)
@@ -416,18 +412,14 @@ class _ChunkKDA(torch.autograd.Function):
         inputs = (q, k, v, g, beta.unsqueeze(-1))
         grads = [x.new_empty(batch * length + 1, *x.shape[2:]) for x in inputs]
         with torch.autocast(q.device.type, enabled=False):
-            for segment, state in zip(reversed(plan.segments), reversed(states)):
+            for segment, starts in zip(reversed(plan.segments), reversed(states)):
                 rows = _Rows(segment, plan.chunk, batch * length, heads, q.device)
                 chunks = _read_inputs(rows, q, k, v, g, beta, ctx.scale, dtype)
-                grad_chunks = _backward_segment(
-                    segment, *chunks, state.clone(), rows.read(grad_o, dtype), grad_state
-                )
+                grad_chunks = _backward_segment(segment, *chunks, starts, rows.read(grad_o, dtype), grad_state)
                 for grad, to in zip(grad_chunks, grads):
                     rows.write(grad.view(*rows.shape, -1), to)
         grads[0] *= ctx.scale
-        grad_q, grad_k, grad_v, grad_g, grad_beta = (
-            grad[:-1].view_as(x) for grad, x in zip(grads, (q, k, v, g, beta))
-        )
+        grad_q, grad_k, grad_v, grad_g, grad_beta = (grad[:-1].view_as(x) for grad, x in zip(grads, (q, k, v, g, beta)))
         grad_initial = torch.empty_like(grad_state)
         grad_initial[order] = grad_state
         return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial.to(ctx.state_dtype), None, None, None
@@ -437,5 +429,5 @@ def _read_inputs(
     rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Chunks of q (scaled) and k alternating [n, C, 2, K], v [n, C, V], g [n, C, K], beta [n, C]."""
-    x = torch.stack([rows.read(q, dtype) * scale, rows.read(k, dtype)], dim=2)
+    x = torch.stack([rows.read(q, dtype).mul_(scale), rows.read(k, dtype)], dim=2)
     return x, rows.read(v, dtype), rows.read(g, dtype), rows.read(beta.unsqueeze(-1), dtype).squeeze(-1)

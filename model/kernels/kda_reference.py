@@ -41,9 +41,7 @@ def check_kda_inputs(
     offsets: list[int] | None = None
     if cu_seqlens is not None:
         if batch != 1:
-            raise ValueError(
-                f"cu_seqlens with {batch} rows: packed documents need one row; reshape to [1, B*T]"
-            )
+            raise ValueError(f"cu_seqlens with {batch} rows: packed documents need one row; reshape to [1, B*T]")
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
             raise ValueError(
                 f"cu_seqlens: shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype} must be [N + 1] integers"
@@ -106,23 +104,21 @@ def kda_reference(
         state = q.new_zeros(documents, heads, key, v.shape[-1], dtype=dtype)
     else:
         state = initial_state.to(dtype)
-    inputs = q.to(dtype) * scale, k.to(dtype), v.to(dtype), g.to(dtype), beta.to(dtype)
+    q, k, values, g, beta = q.to(dtype) * scale, k.to(dtype), v.to(dtype), g.to(dtype), beta.to(dtype)
     with torch.autocast(q.device.type, enabled=False):
         if offsets is None:
-            o, final_state = _recurrence(*inputs, state)
+            o, final_state = _recurrence(q, k, values, g, beta, state)
         else:
-            runs = [
-                _recurrence(*(x[:, start:stop] for x in inputs), state[n : n + 1])
-                for n, (start, stop) in enumerate(zip(offsets, offsets[1:]))
-            ]
+            runs = []
+            for n, (start, stop) in enumerate(zip(offsets, offsets[1:])):
+                at = slice(start, stop)
+                runs.append(_recurrence(q[:, at], k[:, at], values[:, at], g[:, at], beta[:, at], state[n : n + 1]))
             o = torch.cat([run[0] for run in runs], dim=1)
             final_state = torch.cat([run[1] for run in runs])
     return o.to(v.dtype), final_state
 
 
-def _recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """One document per row, q already scaled; all of one dtype."""
     outputs = []
     for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, g, beta))):

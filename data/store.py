@@ -1,0 +1,224 @@
+"""A tokenised corpus on disk, read through memory maps.
+
+Opening reads the manifest and compares file sizes; a shard is mapped when its first token is wanted. Documents
+are numbered through all shards in the manifest's order, and their boundaries come from the index alone: an
+end-of-text id inside a document means nothing here.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.manifest import DTYPES, INDEX_DTYPE, TOKENIZER, Manifest, Shard, read_manifest, sha256_file
+from data.shuffle import make_key, permutation
+
+VERIFY = ("size", "hash")
+SCAN_SHARDS = 16
+SCAN_TOKENS = 4096
+"""What the scan for foreign ids reads when a store is opened: so many tokens, evenly spread, of so many shards."""
+
+
+class TokenStore:
+    """Documents of token ids. Open with `TokenStore.open`.
+
+    Attributes:
+        folder: where it lies.
+        manifest: what it holds.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._dtype = DTYPES[manifest.dtype]
+        self._documents_before = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
+        self._tokens: dict[int, NDArray[np.unsignedinteger]] = {}
+        self._offsets: dict[int, NDArray[np.int64]] = {}
+
+    @classmethod
+    def open(cls, folder: Path | str, *, verify: str = "size", vocab_size: int | None = None) -> "TokenStore":
+        """Open a finished corpus.
+
+        Args:
+            verify: "size" compares every file's size; "hash" also its SHA-256, reading it all.
+            vocab_size: ids must be below it; the tokenizer's own size by default.
+
+        Raises:
+            ValueError: not a corpus; a shard that is missing, truncated or altered; an id beyond ``vocab_size``.
+        """
+        if verify not in VERIFY:
+            raise ValueError(f"data.verify={verify}: must be one of {', '.join(VERIFY)}")
+        store = cls(Path(folder), read_manifest(Path(folder)))
+        for shard in store.manifest.shards:
+            _check_files(store.folder, shard, itemsize=store._dtype.itemsize, hashes=verify == "hash")
+        store.check_ids(store.manifest.vocab_size if vocab_size is None else vocab_size)
+        return store
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of all shards."""
+        return self.manifest.documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all shards."""
+        return self.manifest.tokens
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer that made the ids."""
+        return self.folder / TOKENIZER
+
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, int64 [num_documents]; reads every shard's index."""
+        lengths = [np.diff(self.shard_offsets(shard)) for shard in range(len(self.manifest.shards))]
+        return np.concatenate([np.empty(0, dtype=np.int64), *lengths])
+
+    def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(shard, first token inside that shard) of each document, int64 like ``documents``."""
+        shards = np.searchsorted(self._documents_before, documents, side="right") - 1
+        starts = np.empty_like(documents)
+        for shard in np.unique(shards):
+            here = shards == shard
+            starts[here] = self.shard_offsets(int(shard))[documents[here] - self._documents_before[shard]]
+        return shards, starts
+
+    def document(self, index: int) -> NDArray[np.unsignedinteger]:
+        """All tokens of a document, a view of the map."""
+        return self.read(index, 0, None)
+
+    def read(self, document: int, start: int, stop: int | None) -> NDArray[np.unsignedinteger]:
+        """Tokens ``start .. stop - 1`` of a document, a view of the map.
+
+        Raises:
+            IndexError: there is no such document.
+        """
+        if not 0 <= document < self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents}")
+        shard = int(np.searchsorted(self._documents_before, document, side="right")) - 1
+        first, last = self.shard_offsets(shard)[document - self._documents_before[shard] :][:2]
+        return self.shard_tokens(shard)[first:last][start:stop]
+
+    def shard_tokens(self, shard: int) -> NDArray[np.unsignedinteger]:
+        """All tokens of a shard, mapped at the first call."""
+        if shard not in self._tokens:
+            path = self.folder / self.manifest.shards[shard].tokens_file
+            # A plain array over the map: slicing np.memmap itself is several times slower.
+            self._tokens[shard] = np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
+        return self._tokens[shard]
+
+    def shard_offsets(self, shard: int) -> NDArray[np.int64]:
+        """Where each document of a shard begins, and the end, int64 [documents + 1]; read at the first call.
+
+        Raises:
+            ValueError: the index contradicts the manifest.
+        """
+        if shard not in self._offsets:
+            record = self.manifest.shards[shard]
+            offsets = np.fromfile(self.folder / record.index_file, dtype=INDEX_DTYPE)
+            if offsets[0] != 0 or offsets[-1] != record.tokens or (np.diff(offsets) <= 0).any():
+                raise ValueError(
+                    f"{self.folder / record.index_file}: must rise from 0 to {record.tokens}; it was altered; "
+                    "copy it again or tokenise again"
+                )
+            self._offsets[shard] = offsets.astype(np.int64, copy=False)
+        return self._offsets[shard]
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Refuse ids that a model of this vocabulary has no embedding for, by the manifest and by a sampled scan.
+
+        Raises:
+            ValueError: an id is too large.
+        """
+        if self.manifest.vocab_size > vocab_size:
+            raise ValueError(
+                f"{self.folder}: its tokenizer has {self.manifest.vocab_size} ids, which must fit into "
+                f"model.vocab_size={vocab_size}; raise that or tokenise with a smaller vocabulary"
+            )
+        for shard, ids in self._samples(shards=SCAN_SHARDS, tokens=SCAN_TOKENS):
+            if ids.max() >= vocab_size:
+                raise ValueError(
+                    f"{self.folder / self.manifest.shards[shard].tokens_file}: has the id {ids.max()}, which must be "
+                    f"below {vocab_size}; it was altered; copy it again or tokenise again"
+                )
+
+    def unigram_counts(self, *, most_tokens: int = 2**23) -> NDArray[np.int64]:
+        """How often each id occurs, int64 [vocab_size]; in a sample spread over all shards if there are more tokens."""
+        per_shard = max(SCAN_TOKENS, most_tokens // max(1, len(self.manifest.shards)))
+        shards = max(1, most_tokens // per_shard)
+        counts = np.zeros(self.manifest.vocab_size, dtype=np.int64)
+        for _, ids in self._samples(shards=shards, tokens=per_shard):
+            counts += np.bincount(ids, minlength=len(counts))
+        return counts
+
+    def _samples(self, *, shards: int, tokens: int) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
+        """(shard, about ``tokens`` ids, evenly spread in runs of 256) of at most ``shards`` evenly spread shards."""
+        everything = len(self.manifest.shards)
+        for shard in np.unique(np.linspace(0, everything - 1, min(shards, everything)).astype(np.int64)):
+            ids = self.shard_tokens(int(shard))
+            if len(ids) > tokens:
+                firsts = np.linspace(0, len(ids) - 256, tokens // 256).astype(np.int64)
+                ids = ids[(firsts[:, None] + np.arange(256)).ravel()]
+            yield int(shard), ids
+
+
+def unigram_entropy(counts: NDArray[np.int64] | NDArray[np.float64]) -> float:
+    """Entropy in nats of the distribution that is proportional to ``counts``: what a model that knows only how
+    often each token occurs must pay per token."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def split_documents(n: int, *, fraction: float, key: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(training, validation) document indices, each int64 and rising; together every index once.
+
+    A document's side depends on the key (of manifest and seed) and its index, never on who asks.
+
+    Args:
+        n: documents.
+        fraction: of the documents that are held out, rounded, but at least one; 0 holds out none.
+        key: from `make_key`.
+
+    Raises:
+        ValueError: a side would be empty.
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(f"data.validation_fraction={fraction}: must be at least 0 and below 1")
+    if fraction == 0:
+        return np.arange(n), np.empty(0, dtype=np.int64)
+    if n < 2:
+        raise ValueError(
+            f"data.validation_fraction={fraction}: {n} document(s) cannot be split in two; add documents or "
+            "set data.validation_fraction=0"
+        )
+    held_out = min(n - 1, max(1, math.floor(fraction * n + 0.5)))
+    order = permutation(n, key=make_key("split", key))
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def _check_files(folder: Path, shard: Shard, *, itemsize: int, hashes: bool) -> None:
+    """Compare a shard's two files with its record.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    remedy = "copy it again or tokenise again"
+    if shard.bytes != shard.tokens * itemsize:
+        raise ValueError(
+            f"{folder / shard.tokens_file}: {shard.bytes} bytes for {shard.tokens} tokens of {itemsize} bytes; {remedy}"
+        )
+    for name, size, digest in (
+        (shard.tokens_file, shard.bytes, shard.tokens_sha256),
+        (shard.index_file, shard.index_bytes, shard.index_sha256),
+    ):
+        path = folder / name
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            raise ValueError(f"{path}: is missing; {remedy}") from None
+        if found != size:
+            raise ValueError(f"{path}: is {found} bytes and must be {size}, so it is truncated or altered; {remedy}")
+        if hashes and sha256_file(path) != digest:
+            raise ValueError(f"{path}: its SHA-256 is not the manifest's, so it was altered; {remedy}")

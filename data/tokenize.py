@@ -1,0 +1,381 @@
+"""Tokenise text into a corpus that training reads: ``python -m data.tokenize --source SRC ... --out DIR``.
+
+The inputs are cut into units; a process takes a unit and makes one shard of it. A finished shard is published by
+renaming, its record last, so that whatever stops the command, what is there is whole: the same command again
+skips finished shards, and the manifest that makes the folder a corpus is written only when all are there. It is
+the same manifest, to the byte, however often the command was interrupted and however many processes ran.
+
+    DIR/unfinished/plan.json              inputs and options; another command is refused
+    DIR/unfinished/shard-00007.json       record of a finished shard
+"""
+
+import argparse
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from data.manifest import (
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    Counts,
+    Manifest,
+    Shard,
+    canonical,
+    read_manifest,
+    sha256_file,
+    write_atomically,
+)
+from data.shards import Encoder, write_shard
+from data.sources import Inputs, Unit, plan_inputs, read_unit
+from data.store import TokenStore
+from data.tokenizer import train_bpe
+
+BYTES_PER_TOKEN = 4
+"""How much text is taken to give one token when shards are planned; their true sizes follow the text."""
+TRAINING_BYTES = 2**25
+"""Text that a tokenizer is trained on, from units spread over all sources."""
+UNFINISHED = "unfinished"
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a corpus is made with.
+
+    tokenizer: a ``tokenizer.json``; None trains one.
+    train_vocab_size: of the tokenizer that is trained.
+    """
+
+    sources: tuple[str, ...]
+    tokenizer: str | None = None
+    train_vocab_size: int | None = None
+    text_field: str = "text"
+    append_eos: bool = True
+    eos_token: str | None = None
+    shard_tokens: int = 2**22
+
+    def errors(self) -> list[str]:
+        """Every problem, one line each."""
+        found = []
+        if not self.sources:
+            found.append("--source: at least one is needed; name a file, a folder or hub:NAME")
+        if (self.tokenizer is None) == (self.train_vocab_size is None):
+            found.append("--tokenizer: must be given, or --train-tokenizer, and not both; choose one")
+        if self.shard_tokens < 1:
+            found.append(f"--shard-tokens={self.shard_tokens}: must be at least 1")
+        return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard to make; all that a process needs."""
+
+    folder: Path
+    name: str
+    unit: Unit
+    text_field: str
+    append_eos: bool
+    eos_token: str | None
+
+
+def tokenize(options: Options, out: Path, *, workers: int = 1, console: Console | None = None) -> Manifest:
+    """Make the corpus, or finish it, or see that it is there.
+
+    Args:
+        out: its folder, created if need be.
+        workers: processes; 1 works in this one.
+        console: where progress is shown; nowhere by default.
+
+    Raises:
+        ValueError: options or inputs are unusable, ``out`` holds or is becoming another corpus, or no document is
+            left. Shards that are finished stay, for the same command to go on with.
+    """
+    if problems := [*options.errors(), *([f"--workers={workers}: must be at least 1"] if workers < 1 else [])]:
+        raise ValueError("\n".join(problems))
+    if options.tokenizer is not None:
+        Encoder.load(Path(options.tokenizer), append_eos=options.append_eos, eos_token=options.eos_token)
+    inputs = plan_inputs(options.sources, unit_bytes=options.shard_tokens * BYTES_PER_TOKEN)
+    plan = _plan(options, inputs)
+    unfinished = out / UNFINISHED
+    if (out / MANIFEST).exists():
+        _check_plan(read_manifest(out).made_from, plan, out)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        return TokenStore.open(out).manifest
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with _only_writer(unfinished / "lock", out):
+        if (unfinished / PLAN).exists():
+            _check_plan(json.loads((unfinished / PLAN).read_text()), plan, out)
+        for leftover in [*out.glob(".*.partial"), *unfinished.glob(".*.partial")]:
+            leftover.unlink(missing_ok=True)
+        write_atomically(unfinished / PLAN, json.dumps(plan, indent=1).encode())
+        _provide_tokenizer(options, inputs, out)
+        jobs = [
+            Job(out, f"shard-{number:05d}", unit, options.text_field, options.append_eos, options.eos_token)
+            for number, unit in enumerate(inputs.units)
+        ]
+        _run(jobs, workers=workers, console=console or Console(quiet=True))
+        manifest = _finish(jobs, options, plan, out)
+    shutil.rmtree(unfinished)
+    return manifest
+
+
+def _plan(options: Options, inputs: Inputs) -> dict[str, Any]:
+    """Everything that decides the corpus, in a few comparable values."""
+    tokenizer = f"train {options.train_vocab_size}"
+    if options.tokenizer is not None:
+        tokenizer = sha256_file(Path(options.tokenizer))
+    return {
+        "format": FORMAT,
+        "sources": list(options.sources),
+        "inputs": blake2b(canonical(inputs.files), digest_size=16).hexdigest(),
+        "tokenizer": tokenizer,
+        "text_field": options.text_field,
+        "append_eos": options.append_eos,
+        "eos_token": options.eos_token,
+        "shard_tokens": options.shard_tokens,
+    }
+
+
+def _check_plan(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+    """
+    Raises:
+        ValueError: naming what differs.
+    """
+    different = [
+        f"{name}: {before.get(name)} -> {now.get(name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"--out={out}: was made from other inputs or options ({'; '.join(different)}); "
+            "choose another folder, or remove this one"
+        )
+
+
+def _provide_tokenizer(options: Options, inputs: Inputs, out: Path) -> None:
+    """Put the tokenizer into the corpus' folder: a copy, or one trained now unless an earlier try has done so."""
+    target = out / TOKENIZER
+    if options.tokenizer is not None:
+        write_atomically(target, Path(options.tokenizer).read_bytes())
+    elif not target.exists():
+        assert options.train_vocab_size is not None
+        texts = _training_texts(inputs.units, text_field=options.text_field)
+        write_atomically(target, train_bpe(texts, vocab_size=options.train_vocab_size).encode())
+
+
+def _training_texts(units: Sequence[Unit], *, text_field: str) -> Iterator[str]:
+    """Texts of about `TRAINING_BYTES`, from the beginnings of up to 64 units spread over all."""
+    every = max(1, len(units) // 64)
+    chosen = units[::every]
+    for unit in chosen:
+        left = TRAINING_BYTES // len(chosen)
+        for document in read_unit(unit, text_field=text_field):
+            if left <= 0:
+                break
+            text = (document.text or "")[:left]
+            left -= len(text)
+            yield text
+
+
+def _run(jobs: Sequence[Job], *, workers: int, console: Console) -> None:
+    """Do all jobs that have no record yet."""
+    waiting = [job for job in jobs if _finished(job) is None]
+    columns = (
+        TextColumn("tokenising"),
+        BarColumn(),
+        DownloadColumn(),
+        MofNCompleteColumn(),
+        TextColumn("shards"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        total = sum(job.unit.size for job in jobs)
+        task = progress.add_task("", total=total, completed=total - sum(job.unit.size for job in waiting))
+        for job in _completed(waiting, workers=workers):
+            progress.advance(task, job.unit.size)
+
+
+def _completed(jobs: Sequence[Job], *, workers: int) -> Iterator[Job]:
+    """Yields each job when it is done.
+
+    Raises:
+        ValueError: the first that a job raised; jobs not yet begun are left.
+    """
+    if workers == 1 or len(jobs) < 2:
+        for job in jobs:
+            _work(job)
+            yield job
+        return
+    with ProcessPoolExecutor(
+        max_workers=min(workers, len(jobs)),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin_worker,
+    ) as pool:
+        futures = {pool.submit(_work, job): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                yield futures[future]
+        except BrokenProcessPool:
+            raise ValueError(
+                "--workers: a process was killed, perhaps for want of memory; run the same command again to go on, "
+                "with fewer --workers if that was why"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """One thread a process, and no process that outlives a killed parent."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+@lru_cache(maxsize=1)
+def _encoder(path: Path, append_eos: bool, eos_token: str | None) -> Encoder:
+    """The encoder of this process."""
+    return Encoder.load(path, append_eos=append_eos, eos_token=eos_token)
+
+
+def _work(job: Job) -> None:
+    """Make one shard and then its record."""
+    encoder = _encoder(job.folder / TOKENIZER, job.append_eos, job.eos_token)
+    shard, counts = write_shard(job.folder, job.name, read_unit(job.unit, text_field=job.text_field), encoder=encoder)
+    record = {"shard": None if shard is None else asdict(shard), "counts": asdict(counts)}
+    write_atomically(_record_path(job), json.dumps(record).encode())
+
+
+def _record_path(job: Job) -> Path:
+    return job.folder / UNFINISHED / f"{job.name}.json"
+
+
+def _finished(job: Job) -> tuple[Shard | None, Counts] | None:
+    """A finished job's record; None if it is to be done, or done again because its files are not as recorded."""
+    try:
+        record = json.loads(_record_path(job).read_bytes())
+    except FileNotFoundError:
+        return None
+    counts = Counts(**record["counts"])
+    if record["shard"] is None:
+        return None, counts
+    shard = Shard(**record["shard"])
+    for name, size in ((shard.tokens_file, shard.bytes), (shard.index_file, shard.index_bytes)):
+        path = job.folder / name
+        if not path.exists() or path.stat().st_size != size:
+            return None
+    return shard, counts
+
+
+def _finish(jobs: Sequence[Job], options: Options, plan: dict[str, Any], out: Path) -> Manifest:
+    """Write the manifest over all shards."""
+    shards, counts = [], Counts()
+    for job in jobs:
+        record = _finished(job)
+        assert record is not None, job.name
+        shard, counted = record
+        counts += counted
+        if shard is not None:
+            shards.append(shard)
+    if not shards:
+        raise ValueError(
+            f"--source: there is no document in {', '.join(options.sources)} ({counts.empty} empty, {counts.missing} "
+            f"without the field {options.text_field}); name other sources or another --text-field"
+        )
+    encoder = Encoder.load(out / TOKENIZER, append_eos=options.append_eos, eos_token=options.eos_token)
+    manifest = Manifest(
+        tokenizer_sha256=sha256_file(out / TOKENIZER),
+        vocab_size=encoder.vocab_size,
+        dtype=encoder.dtype,
+        eos_id=encoder.eos_id,
+        shards=tuple(shards),
+        counts=counts,
+        made_from=plan,
+    )
+    manifest.write(out)
+    return manifest
+
+
+@contextmanager
+def _only_writer(path: Path, out: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system frees when its holder dies.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out={out}: another process is writing there; wait for it or choose another") from None
+        yield
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m data.tokenize", description="Tokenise text for training.")
+    parser.add_argument("--source", action="append", default=[], help="file, folder or hub:NAME[:CONFIG][:SPLIT]")
+    parser.add_argument("--tokenizer", help="a tokenizer.json")
+    parser.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the corpus")
+    parser.add_argument(
+        "--text-field", default=Options.text_field, help="field of .jsonl, .json, .parquet and hub rows"
+    )
+    parser.add_argument("--append-eos", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--eos-token", help="name of the end-of-text token, if it is an unusual one")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--shard-tokens", type=int, default=Options.shard_tokens, help="about so many a shard")
+    given = parser.parse_args(arguments)
+    options = Options(
+        sources=tuple(given.source),
+        tokenizer=given.tokenizer,
+        train_vocab_size=given.train_tokenizer,
+        text_field=given.text_field,
+        append_eos=given.append_eos,
+        eos_token=given.eos_token,
+        shard_tokens=given.shard_tokens,
+    )
+    console = Console(stderr=True, highlight=False)
+    try:
+        manifest = tokenize(options, given.out, workers=given.workers, console=console)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    counts = manifest.counts
+    print(
+        f"{given.out}: {manifest.documents:,} documents, {manifest.tokens:,} tokens ({manifest.dtype}) in "
+        f"{len(manifest.shards)} shards; skipped {counts.empty} empty and {counts.missing} without text; "
+        f"replaced invalid text in {counts.replaced}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

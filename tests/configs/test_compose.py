@@ -1,0 +1,149 @@
+"""Composition is strict, and every shipped config is sound."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.compose import ConfigError, compose_config
+from configs.schema import differences, flatten, validate
+from model.hf_map import config_from_hf, config_to_hf
+from model.kimi import build_on_meta
+from model.precision import set_precision
+
+MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes_and_has_no_contradiction(experiment: str) -> None:
+    config = compose_config([f"experiment={experiment}"])
+    assert validate(config, world_size=2) == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_counts_what_it_holds(model: str) -> None:
+    config = compose_config([f"model={model}"]).model
+    assert config.errors() == []
+    total, active = config.count_parameters()
+    built = build_on_meta(config)
+    assert total == sum(p.numel() for p in built.parameters())
+    unused = config.moe.experts - config.moe.top_k
+    inactive = sum(p.numel() * unused // p.shape[0] for n, p in built.named_parameters() if ".experts." in n)
+    assert active == total - inactive - built.embed.weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "active"),
+    [
+        ("kimi_k3", 2.7795e12, 104.19e9),
+        ("kimi_linear_48b", 49.1e9, 3.1e9),
+        ("kimi_k2_1t", 1.026e12, 31.7e9),
+    ],
+)
+def test_released_sizes(model: str, total: float, active: float) -> None:
+    found = compose_config([f"model={model}"]).model.count_parameters()
+    assert found == (pytest.approx(total, rel=2e-3), pytest.approx(active, rel=2e-2))
+
+
+def test_kimi_k3_is_2_7795_trillion_with_104_19_billion_active() -> None:
+    total, active = compose_config(["model=kimi_k3"]).model.count_parameters()
+    assert (f"{total / 1e12:.4f}T", f"{active / 1e9:.2f}B") == ("2.7795T", "104.19B")
+
+
+def test_kimi_k3_keeps_fp32_where_the_checkpoint_does() -> None:
+    built = build_on_meta(compose_config(["model=kimi_k3"]).model)
+    set_precision(built, torch.bfloat16)
+    kept = {name.split(".", 2)[-1] for name, p in built.named_parameters() if p.dtype == torch.float32}
+    assert kept == {f"mixer.{x}_conv.weight" for x in "qkv"} | {
+        "mixer.decay.A_log", "mixer.decay.dt_bias", "mixer.norm.weight"
+    }  # fmt: skip
+    assert all(buffer.dtype == torch.float32 for buffer in built.buffers())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_survives_the_hugging_face_config_and_back(model: str) -> None:
+    config = compose_config([f"model={model}"]).model
+    back = config_from_hf(config_to_hf(config))
+    assert back.mixers == config.mixers
+    back.layers, back.kda.padded_heads = config.layers, config.kda.padded_heads
+    # What only training knows is not in a checkpoint's config.
+    back.moe.balancing, back.init_std = config.moe.balancing, config.init_std
+    if config.moe.latent_dim is None:
+        back.moe.latent_norm = config.moe.latent_norm
+    if not config.mla.rotary:
+        back.mla.rope_theta = config.mla.rope_theta
+    if "K" not in config.mixers:
+        back.kda = config.kda
+    assert back == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.wramup=5", "optim.wramup: unknown key"),
+        ("+optim.wramup=5", "optim.wramup: unknown key"),
+        ("optim.momentm=0.9", "did you mean optim.momentum?"),
+        ("+train.stesp=3", "did you mean train.steps?"),
+        ("nonsense=1", "nonsense: unknown key"),
+        ("optim.lr=3e4x", "optim.lr: "),
+        ("parallel.tp=2.5", "parallel.tp: "),
+        ("train.steps=many", "train.steps: "),
+        ("model=kimi_k9", "model=kimi_k9: unknown choice; available: kimi_k2_1t"),
+        ("experiment=none_such", "experiment=none_such: unknown choice"),
+        ("steps=1_000", "steps: unknown key"),
+        ("model.moe.experts=[1,2]", "model.moe.experts"),
+        ("train.steps=", "train.steps: "),
+        ("optim.lr", "optim.lr"),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_names_it(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config([override])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["model.moe.top_k=99"], ["model.moe.top_k=99"]),
+        (["optim.lr=-1", "model.layers=KKX"], ["optim.lr=-1.0", "model.layers='KKX'"]),
+        (
+            ["parallel.tp=2", "batch.sequences=3", "model.kda.heads=3", "model.mla.heads=4"],
+            ["parallel.tp=2", "batch.sequences=3", "model.kda.heads=3"],
+        ),
+        (["batch.microbatch=3"], ["batch.microbatch=3"]),
+        (["schedule.warmup_tokens=10000000"], ["schedule.warmup_tokens=10000000"]),
+        (["model.vocab_size=4096"], ["model.vocab_size=4096"]),
+        (["model.mla.rotary=true", "model.mla.rope_dim=15"], ["model.mla.rope_dim=15"]),
+        (["train.precision=fp8", "evaluate.every=-1"], ["train.precision=fp8", "evaluate.every=-1"]),
+        (["parallel.dp=1"], ["parallel.dp=1"]),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else None,
+)
+def test_contradictions_are_all_reported_at_once(overrides: list[str], names: list[str]) -> None:
+    problems = validate(compose_config(overrides), world_size=2)
+    for name in names:
+        assert any(name in problem for problem in problems), problems
+    assert len(problems) == len(names)
+
+
+def test_a_group_chosen_on_the_command_line_wins_over_the_experiment() -> None:
+    assert compose_config(["experiment=demo", "model=kimi_k2_small"]).model.mla.rotary
+
+
+def test_differences_are_classified() -> None:
+    saved = {}
+    for name, value in flatten(compose_config([])).items():
+        node = saved
+        *path, leaf = name.split(".")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    assert differences(saved, compose_config([])) == ([], [])
+    config = compose_config(["train.steps=7", "checkpoint.keep=5", "optim.lr=1", "model.hidden_dim=8", "run.seed=4"])
+    allowed, refused = differences(saved, config)
+    assert [line.split(":")[0] for line in allowed] == ["checkpoint.keep", "train.steps"]
+    assert [line.split(":")[0] for line in refused] == ["model.hidden_dim", "optim.lr", "run.seed"]
+    assert "another model: the saved weights would not fit" in refused[0]
