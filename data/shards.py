@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,8 +105,17 @@ def write_shard(
             else:
                 empty += 1
     counts = Counts(empty=empty, replaced=replaced, missing=missing)
-    if not pieces:
-        return None, counts
+    return (save_shard(folder, name, pieces) if pieces else None), counts
+
+
+def save_shard(folder: Path, name: str, pieces: Sequence[NDArray[np.unsignedinteger]]) -> Shard:
+    """Publish documents of token ids as one shard.
+
+    Args:
+        pieces: at least one document; none is empty, and all have the corpus' id type.
+    """
+    assert pieces, name
+    assert all(len(piece) for piece in pieces), name
     tokens = np.concatenate(pieces)
     offsets = np.cumsum([0, *(len(piece) for piece in pieces)], dtype=INDEX_DTYPE)
     shard = Shard(
@@ -120,7 +129,7 @@ def write_shard(
     )
     _publish(folder / shard.tokens_file, tokens)
     _publish(folder / shard.index_file, offsets)
-    return shard, counts
+    return shard
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

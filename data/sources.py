@@ -21,8 +21,8 @@ from typing import Any
 from data.shards import REPLACEMENT, Document, clean_text, decode_text
 
 _TEXT = (
-    "txt text md rst tex html htm xml csv tsv yaml yml toml ini cfg sql sh py pyi c h cc cpp cxx hpp cu cuh java js jsx "
-    "ts tsx go rs rb php pl lua r jl scala kt swift cs hs ml clj el lisp f90 m css cmake proto"
+    "txt text md rst tex html htm xml csv tsv yaml yml toml ini cfg sql sh py pyi c h cc cpp cxx hpp cu cuh java js "
+    "jsx ts tsx go rs rb php pl lua r jl scala kt swift cs hs ml clj el lisp f90 m css cmake proto"
 )
 TEXT_SUFFIXES = frozenset(f".{name}" for name in _TEXT.split())
 """What is read as text in a folder; a file that is named itself may have any other suffix."""
@@ -180,8 +180,6 @@ def _read_lines(piece: Piece, text_field: str) -> Iterator[Document]:
             file.readline()
         while (position := file.tell()) < piece.stop:
             line = file.readline()
-            if position == 0:
-                line = line.removeprefix(BOM)
             if not line.strip():
                 continue
             text, replaced = decode_text(line)

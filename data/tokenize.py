@@ -78,6 +78,8 @@ class Options:
             found.append("--source: at least one is needed; name a file, a folder or hub:NAME")
         if (self.tokenizer is None) == (self.train_vocab_size is None):
             found.append("--tokenizer: must be given, or --train-tokenizer, and not both; choose one")
+        if self.train_vocab_size is not None and self.eos_token is not None:
+            found.append("--eos-token: is for a tokenizer that is given; leave it out with --train-tokenizer")
         if self.shard_tokens < 1:
             found.append(f"--shard-tokens={self.shard_tokens}: must be at least 1")
         return found
@@ -112,6 +114,10 @@ def tokenize(options: Options, out: Path, *, workers: int = 1, console: Console 
     if options.tokenizer is not None:
         Encoder.load(Path(options.tokenizer), append_eos=options.append_eos, eos_token=options.eos_token)
     inputs = plan_inputs(options.sources, unit_bytes=options.shard_tokens * BYTES_PER_TOKEN)
+    console = console or Console(quiet=True)
+    if inputs.ignored:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(inputs.ignored.items()))
+        console.print(f"ignored files of unknown kinds: {kinds}")
     plan = _plan(options, inputs)
     unfinished = out / UNFINISHED
     if (out / MANIFEST).exists():
@@ -130,7 +136,7 @@ def tokenize(options: Options, out: Path, *, workers: int = 1, console: Console 
             Job(out, f"shard-{number:05d}", unit, options.text_field, options.append_eos, options.eos_token)
             for number, unit in enumerate(inputs.units)
         ]
-        _run(jobs, workers=workers, console=console or Console(quiet=True))
+        _run(jobs, workers=workers, console=console)
         manifest = _finish(jobs, options, plan, out)
     shutil.rmtree(unfinished)
     return manifest

@@ -28,7 +28,7 @@ from train.checkpoint import CheckpointError
 from train.loop import TrainingFailed, train
 from train.progress import ProgressDisplay
 from train.report import write_report
-from train.run_folder import RunLock, read_config, write_config, write_facts
+from train.run_folder import RunLock, has_progress, read_config, write_config, write_facts
 
 USAGE = """usage: [torchrun --nproc-per-node=N] -m launch.train [--cfg] [KEY=VALUE ...]
 
@@ -68,7 +68,7 @@ def check(config: RunConfig, *, world_size: int, rank: int) -> None:
         raise ConfigError("\n".join(problems))
     folder = Path(config.run.dir)
     saved = read_config(folder)
-    if saved is None:
+    if saved is None or not has_progress(folder):
         return
     allowed, refused = differences(saved, config)
     if refused:
@@ -100,37 +100,34 @@ def train_on(config: RunConfig, *, device: torch.device, rank: int) -> int:
     """Build the run on this rank and train it to its end."""
     folder = Path(config.run.dir)
     first = rank == 0
-    lock = None
     if first:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(folder)
+    with RunLock(folder) if first else nullcontext():
+        built = build_run(
+            mesh=build_mesh(config.parallel),
+            device=device,
+            settings=config.run,
+            model_config=config.model,
+            data=config.data,
+            batch=config.batch,
+            schedule=config.schedule,
+            optim=config.optim,
+            train=config.train,
+            evaluate=config.evaluate,
+            checkpoint=config.checkpoint,
+            trackers=config.trackers,
+            config_dict=asdict(config),
+        )
+        if not first:
+            train(built)
+            return 0
+        # Only now: a command that could not be built must not lay claim to the folder.
         write_config(folder, asdict(config))
-    built = build_run(
-        mesh=build_mesh(config.parallel),
-        device=device,
-        settings=config.run,
-        model_config=config.model,
-        data=config.data,
-        batch=config.batch,
-        schedule=config.schedule,
-        optim=config.optim,
-        train=config.train,
-        evaluate=config.evaluate,
-        checkpoint=config.checkpoint,
-        trackers=config.trackers,
-        config_dict=asdict(config),
-    )
-    display: Any = nullcontext()
-    if first:
         write_facts(folder, built.facts)
         print_heading(config, built.facts, begun_at=built.progress.step)
-        display = ProgressDisplay(config.train.steps, start_step=built.progress.step)
-    with display as shown:
-        train(built, on_step=shown.update if first else None)
-    if first:
+        with ProgressDisplay(config.train.steps, start_step=built.progress.step) as display:
+            train(built, on_step=display.update)
         print(f"run folder: {folder}\nreport:     {write_report(folder)}")
-        assert lock is not None
-        lock.release()
     return 0
 
 

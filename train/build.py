@@ -22,11 +22,12 @@ from parallel.mesh import Mesh
 from train.checkpoint import CheckpointConfig, CheckpointStore
 from train.metrics import TrackerConfig, TrackerSet, load_run_id, make_trackers
 from train.phases import BatchConfig, ScheduleConfig
+from train.run_folder import CHECKPOINTS
 from train.settings import EvaluateSettings, RunSettings, TrainSettings
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, sum_over_ranks
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
@@ -164,7 +165,7 @@ def build_run(
     model = build_model(model_config, seed=settings.seed, dtype=dtype, device=device)
     dp, optimizer = build_optimizer(model, optim, mesh=mesh)
     store = CheckpointStore(
-        folder / "checkpoints",
+        folder / CHECKPOINTS,
         rank=mesh.dp_rank,
         ranks=mesh.dp_size,
         group=mesh.dp_group,

@@ -47,8 +47,8 @@ def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> 
 
 def steps(run: Run) -> Iterator[StepMetrics]:
     """Do the remaining steps; yields each one's metrics, its evaluation included."""
-    progress, batch, last = run.progress, run.batch, run.train.steps
-    while progress.step < last:
+    progress, batch = run.progress, run.batch
+    while progress.step < run.train.steps:
         started = time.perf_counter()
         microbatches, position, samples_hash = run.loader.step(
             progress.position,
@@ -64,8 +64,8 @@ def steps(run: Run) -> Iterator[StepMetrics]:
         progress.advance(tokens=tokens, position=position, skipped=result.skipped)
         seconds = time.perf_counter() - started
         rate, utilisation = run.throughput.measure(batch.tokens, seconds)
-        validation, sample = evaluate(run) if due(run.evaluate.every, progress.step, last) else (None, None)
-        load = expert_load(run, result) if due(run.train.detail_every, progress.step, last) else None
+        validation, sample = evaluate(run) if due(run.evaluate.every, progress.step) else (None, None)
+        load = expert_load(run, result) if due(run.train.detail_every, progress.step) else None
         yield reduce_over_ranks(
             StepMetrics(
                 step=progress.step,
@@ -90,9 +90,12 @@ def steps(run: Run) -> Iterator[StepMetrics]:
         )
 
 
-def due(every: int, step: int, last: int | None = None) -> bool:
-    """Whether something done every so many steps is due; if ``last`` is given, at that step too. 0 is never."""
-    return every > 0 and (step % every == 0 or step == last)
+def due(every: int, step: int) -> bool:
+    """Whether something done every so many steps is due; 0 is never.
+
+    Not at the last step as such: where a run happens to stop must not show in its metrics.
+    """
+    return every > 0 and step % every == 0
 
 
 def gather_sample_ids(run: Run, microbatches: Sequence[Microbatch]) -> list[int]:

@@ -36,6 +36,12 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path}: is not valid YAML ({error}); restore it or use another run.dir") from error
 
 
+def has_progress(run_dir: Path) -> bool:
+    """Whether anything was trained here: steps or checkpoints that another config must not mix with."""
+    metrics = run_dir / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / CHECKPOINTS).glob("*"))
+
+
 def write_config(run_dir: Path, config: dict[str, Any]) -> None:
     """Save the effective configuration, atomically."""
     write_text(run_dir / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -74,5 +80,8 @@ class RunLock:
                 f"run.dir={run_dir}: another run is using this folder; wait for it, stop it, or set another run.dir"
             ) from None
 
-    def release(self) -> None:
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         os.close(self._file)

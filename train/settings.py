@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS = ("bf16", "fp32", "fp64")
 
 
 @dataclass
@@ -22,7 +22,8 @@ class TrainSettings:
 
     steps: int = 1000
     precision: str = "bf16"
-    """bf16: bf16 compute, fp32 master weights and gradient sums. fp32: fp32 throughout."""
+    """bf16: bf16 compute, fp32 master weights and gradient sums. fp32: fp32 throughout.
+    fp64: for proofs that two runs are equal."""
     max_skipped: int = 10
     """Updates skipped in a row for a non-finite loss or gradient before the run gives up."""
     loss_chunk: int = 1024
@@ -45,7 +46,7 @@ class TrainSettings:
 
 @dataclass
 class EvaluateSettings:
-    """Held-out loss and a sample of text every so many steps, and at the end; 0 is never."""
+    """Held-out loss and a sample of text every so many steps; 0 is never."""
 
     every: int = 0
     tokens: int = 65536

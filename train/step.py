@@ -72,7 +72,7 @@ class Stepper:
         """
         tracks_logits = bool(self.optimizer.qk_targets)
         stats = ForwardStats(self.model.config, device=self.device, max_logits=tracks_logits)
-        labels = self._sum(torch.tensor(sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches)))
+        labels = int(self._sum(torch.tensor(sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches))))
         self.dp.zero_gradients()
         total = torch.zeros((), dtype=torch.float64)
         for index, microbatch in enumerate(microbatches):

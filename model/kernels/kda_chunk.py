@@ -7,30 +7,30 @@ i (technical report 2.1.1, rearranged):
     M = (I + Diag(beta) L)^-1 Diag(beta)     N = M (V - (Gamma K) S)          what is written, [C, V]
     O = (Gamma Q) S + P N                    S' = Diag(Gamma_C) S + (K Gamma_C / Gamma)^T N
 
-S' is affine in S: S' = A S + B with A [K, K] and B [K, V] that do not depend on S. So everything is batched
-over all chunks and heads, and only ``S' = A S + B`` runs in order, one product per chunk.
+Everything without S, and everything after S is known, is batched over all chunks and heads. Only
+``N = M V - M (Gamma K) S`` and ``S'`` run in order: two products per chunk.
 
 **Decay without overflow.** 1/Gamma overflows, so it never appears. The lower triangle is cut as a binary
 tree: blocks of 2, 4, ... C tokens, each contributing the square of its right half (rows) against its left
 half (columns), with the decay taken relative to the block's middle:
 
-      token  0 1 2 3 4 5 6 7            row i:    exp(sum of g from the middle to i)
-        1    1                          column j: exp(sum of g after j up to the middle)
-        2    2 2
-        3    2 2 1                      every exponent is a plain sum of g's, so at most 0: nothing
-        4    4 4 4 4                    overflows, nothing cancels, and any gate down to -inf is exact.
-        5    4 4 4 4 1                  Rows depend on the row's past only, so outputs are causal to
-        6    4 4 4 4 2 2                the bit.
-        7    4 4 4 4 2 2 1
+      token  0 1 2 3 4 5 6 7
+        1    1                      row i:     decay from the middle to i
+        2    2 2                    column j:  decay after j to the middle
+        3    2 2 1
+        4    4 4 4 4                Both are products of alphas, at most 1, and going up a level multiplies
+        5    4 4 4 4 1              half of them by the decay of the other half. Nothing overflows, nothing
+        6    4 4 4 4 2 2            cancels, so any gate down to -inf is exact; and a row depends on its
+        7    4 4 4 4 2 2 1          own past only, so outputs are causal to the bit.
 
 The triangular inverse is built on the same tree (the block formula for [[A, 0], [B, D]]), which is a
 substitution and not a power series, hence stable for repeated keys.
 
 **Layout.** Every document is padded to whole chunks; a batch is B documents. Chunks are ordered step-major:
 first chunks of all documents, longest document first, then second chunks, ... so a step of the recurrence
-is one slice and the documents still running are a prefix: batch and packed input are one path. Steps are
-grouped into segments that fit the cache; forward keeps the state at each segment's start, backward walks the
-segments in reverse and recomputes the inside.
+is one slice and the documents still running are a prefix: batch and packed input are one path. Documents and
+steps are grouped into segments that fit the cache, so working memory does not grow with B or T. Forward keeps the state at
+each chunk's start; backward walks the segments in reverse and recomputes the inside of the chunks.
 
 Shape letters: B batch, T tokens, H heads, K key, V value, C chunk, n chunks times heads.
 """
@@ -44,7 +44,8 @@ from torch.autograd.function import once_differentiable
 
 from model.kernels.kda_reference import check_kda_inputs
 
-# Measured with tests/bench/kda.py: longer chunks do more work inside, shorter ones more steps in order.
+# Tokens, measured with tests/bench/kda.py. Longer chunks do more work inside, shorter ones more steps in
+# order; longer segments fall out of the cache, shorter ones pay for more calls.
 CHUNK = 32
 SEGMENT_TOKENS = 1024
 
@@ -62,7 +63,7 @@ def kda_chunk(
 ) -> tuple[Tensor, Tensor]:
     """As `kda_reference`: arguments, results, errors and gradients.
 
-    Memory kept for backward: the inputs and one state per document and segment. On CUDA the kernels of
+    Kept for backward: the inputs and the state at the start of each chunk. On CUDA the kernels of
     flash-linear-attention run where it is installed, except in fp64, which they do not compute.
     """
     offsets, dtype = check_kda_inputs(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
@@ -74,19 +75,18 @@ def kda_chunk(
         except ImportError:
             pass
         else:
-            if initial_state is not None:
-                initial_state = initial_state.float()
-            return chunk_kda(
+            o, final_state = chunk_kda(
                 q,
                 k,
                 v,
                 g,
                 beta,
                 scale=scale,
-                initial_state=initial_state,
+                initial_state=None if initial_state is None else initial_state.float(),
                 output_final_state=True,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64),
             )
+            return o.to(v.dtype), final_state
     if offsets is None:
         offsets = [row * length for row in range(batch + 1)]
     if initial_state is None:
@@ -96,12 +96,14 @@ def kda_chunk(
 
 @dataclass(frozen=True)
 class _Segment:
-    """Consecutive steps of the recurrence. Chunks are numbered inside the segment.
+    """Consecutive steps of the recurrence for neighbours in the order of documents.
 
-    starts, stops: int64 [chunks], the tokens of each chunk.
-    running: how many documents each step runs, the first ones in order; one chunk of each.
+    first_document: place in the order of the first of them.
+    starts, stops: int64 [chunks], first token of each chunk and end of its document.
+    running: how many documents each step runs, from the first one on; one chunk of each.
     """
 
+    first_document: int
     starts: Tensor
     stops: Tensor
     running: list[int]
@@ -117,29 +119,28 @@ class _Plan:
 
 
 def _plan(offsets: list[int]) -> _Plan:
-    starts = torch.tensor(offsets[:-1])
-    stops = torch.tensor(offsets[1:])
+    starts, stops = torch.tensor(offsets[:-1]), torch.tensor(offsets[1:])
     lengths, order = (stops - starts).sort(descending=True, stable=True)
     starts, stops = starts[order], stops[order]
     longest = int(lengths[0])
     # A chunk longer than the longest document would be padding only.
     chunk = min(CHUNK, 1 << max(longest - 1, 0).bit_length())
-    steps = -(-longest // chunk)
-    running = (lengths.unsqueeze(0) > chunk * torch.arange(steps).unsqueeze(1)).sum(1).tolist()
-
+    done = torch.arange(0, longest, chunk)
     segments = []
-    step = 0
-    while step < steps:
-        count = max(1, SEGMENT_TOKENS // (chunk * running[step]))
-        group = running[step : step + count]
-        segments.append(
-            _Segment(
-                torch.cat([starts[:n] + chunk * (step + i) for i, n in enumerate(group)]),
-                torch.cat([stops[:n] for n in group]),
-                group,
-            )
-        )
-        step += count
+    together = SEGMENT_TOKENS // chunk
+    for first_document in range(0, len(order), together):
+        group = slice(first_document, first_document + together)
+        running = len(lengths[group]) - torch.searchsorted(lengths[group].flip(0), done, right=True)
+        running = running[running > 0]
+        first = 0
+        while first < len(running):
+            steps = slice(first, first + together // int(running[first]))
+            count = running[steps]
+            at = torch.repeat_interleave(done[steps], count)
+            document = torch.arange(len(at)) - torch.repeat_interleave(count.cumsum(0) - count, count)
+            document += first_document
+            segments.append(_Segment(first_document, starts[document] + at, stops[document], count.tolist()))
+            first = steps.stop
     return _Plan(order, chunk, segments)
 
 
@@ -357,8 +358,8 @@ def _descend(levels: list[_Level], grad_scores: Tensor, by_row: Tensor, by_colum
         half = level.half
         row, column = by_row.view(-1, 2, 2 * half, key)[:, 1], by_column.view(-1, 2, half, key)[:, 0]
         block = _blocks(grad_scores, half, 1, 0).reshape(-1, 2 * half, half)
-        row.mul_(level.left).add_(_product(block, level.columns))
-        column.mul_(level.right).add_(_product(block.mT, level.rows))
+        torch.addcmul(_product(block, level.columns), row, level.left, out=row)
+        torch.addcmul(_product(block.mT, level.rows), column, level.right, out=column)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -392,7 +393,7 @@ class _ChunkKDA(torch.autograd.Function):
             for segment in plan.segments:
                 rows = _Rows(segment, plan.chunk, batch * length, heads, q.device)
                 inputs = _read_inputs(rows, q, k, v, g, beta, scale, dtype)
-                o_chunks, starts = _forward_segment(segment, *inputs, state)
+                o_chunks, starts = _forward_segment(segment, *inputs, state[segment.first_document :])
                 rows.write(o_chunks, o)
                 states.append(starts)
         ctx.save_for_backward(q, k, v, g, beta, *states)
@@ -429,5 +430,7 @@ def _read_inputs(
     rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Chunks of q (scaled) and k alternating [n, C, 2, K], v [n, C, V], g [n, C, K], beta [n, C]."""
-    x = torch.stack([rows.read(q, dtype).mul_(scale), rows.read(k, dtype)], dim=2)
+    x = q.new_empty(*rows.shape, 2, q.shape[-1], dtype=dtype)
+    torch.mul(rows.read(q, dtype), scale, out=x[:, :, 0])
+    x[:, :, 1] = rows.read(k, dtype)
     return x, rows.read(v, dtype), rows.read(g, dtype), rows.read(beta.unsqueeze(-1), dtype).squeeze(-1)

@@ -145,8 +145,9 @@ def test_chunk_equals_reference(length: int) -> None:
     assert_close(run(kda_chunk, inputs), run(kda_reference, inputs))
 
 
-def test_chunk_equals_reference_across_segments() -> None:
-    inputs = draw(batch=3, length=1100, heads=1, key=4, value=3)
+@pytest.mark.parametrize(("batch", "length"), [(3, 1100), (70, 40)], ids=["many-steps", "many-rows"])
+def test_chunk_equals_reference_across_segments(batch: int, length: int) -> None:
+    inputs = draw(batch=batch, length=length, heads=1, key=4, value=3)
     assert_close(run(kda_chunk, inputs), run(kda_reference, inputs))
 
 

@@ -1,0 +1,205 @@
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.manifest import Manifest, dtype_name, read_manifest
+from data.store import SCAN_SHARDS, TokenStore, split_documents, unigram_entropy
+from tests.data.corpora import write_corpus
+
+SHARDS = [[[1, 2, 3], [4]], [[5, 6]], [[7], [8, 9, 10], [11]]]
+
+
+def test_documents_through_shards(tmp_path: Path) -> None:
+    store = write_corpus(tmp_path, SHARDS)
+    documents = [document for shard in SHARDS for document in shard]
+    assert (store.num_documents, store.num_tokens) == (6, 11)
+    assert store.document_lengths().dtype == np.int64
+    assert store.document_lengths().tolist() == [len(document) for document in documents]
+    assert [store.document(index).tolist() for index in range(6)] == documents
+    assert store.read(4, 1, 3).tolist() == [9, 10]
+    shards, starts = store.locate(np.array([5, 0, 2, 1]))
+    assert (shards.tolist(), starts.tolist()) == ([2, 0, 1, 0], [4, 0, 0, 3])
+
+
+def test_no_such_document(tmp_path: Path) -> None:
+    with pytest.raises(IndexError, match="document 6 of 6"):
+        write_corpus(tmp_path, SHARDS).document(6)
+
+
+def test_2500_shards_open_within_a_second_and_stay_unmapped(tmp_path: Path) -> None:
+    write_corpus(tmp_path, [[[index % 256, 1]] for index in range(2500)])
+    started = time.perf_counter()
+    store = TokenStore.open(tmp_path)
+    assert time.perf_counter() - started < 1.0
+    assert mapped_shards(tmp_path) <= 2 * SCAN_SHARDS
+    assert store.document(2499).tolist() == [2499 % 256, 1]
+
+
+def mapped_shards(folder: Path) -> int:
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("file", ["shard-00001.tokens", "shard-00001.index"])
+class TestDamage:
+    def test_truncated(self, tmp_path: Path, file: str) -> None:
+        write_corpus(tmp_path, SHARDS)
+        path = tmp_path / file
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ValueError, match=rf"{file}: is \d+ bytes and must be \d+, so it is truncated"):
+            TokenStore.open(tmp_path)
+
+    def test_altered_byte_is_found_by_hash(self, tmp_path: Path, file: str) -> None:
+        write_corpus(tmp_path, SHARDS)
+        path = tmp_path / file
+        content = bytearray(path.read_bytes())
+        content[0] ^= 1
+        path.write_bytes(content)
+        TokenStore.open(tmp_path, verify="size")
+        with pytest.raises(ValueError, match=f"{file}: its SHA-256 is not the manifest's"):
+            TokenStore.open(tmp_path, verify="hash")
+
+    def test_missing(self, tmp_path: Path, file: str) -> None:
+        write_corpus(tmp_path, SHARDS)
+        (tmp_path / file).unlink()
+        with pytest.raises(ValueError, match=f"{file}: is missing"):
+            TokenStore.open(tmp_path)
+
+
+def test_intact_corpus_passes_hash(tmp_path: Path) -> None:
+    write_corpus(tmp_path, SHARDS)
+    assert TokenStore.open(tmp_path, verify="hash").num_tokens == 11
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 3], [0, 2, 4, 5], [1, 3, 4], [0, 5, 4]], ids=str)
+def test_index_that_contradicts_the_manifest(tmp_path: Path, offsets: list[int]) -> None:
+    store = write_corpus(tmp_path, SHARDS)
+    np.array(offsets, dtype="<i8").tofile(tmp_path / "shard-00000.index")
+    with pytest.raises(ValueError, match=r"shard-00000.index: must rise from 0 to 4"):
+        store.document_lengths()
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no manifest.json, so it is not a finished tokenised corpus"):
+        TokenStore.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 299}, "content_hash=.*: does not match"),
+        ({"tokens": 12}, "content_hash=.*: does not match"),
+        ({"format": 2}, "format=2: must be 1"),
+        ({"colour": "red"}, "not a manifest of format 1"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_altered_manifest(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    write_corpus(tmp_path, SHARDS)
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        TokenStore.open(tmp_path)
+
+
+def test_half_a_manifest(tmp_path: Path) -> None:
+    write_corpus(tmp_path, SHARDS)
+    path = tmp_path / "manifest.json"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="must be JSON"):
+        TokenStore.open(tmp_path)
+
+
+def test_content_hash_covers_tokens_but_not_where_they_came_from(tmp_path: Path) -> None:
+    one = write_corpus(tmp_path / "one", SHARDS).manifest
+    other = write_corpus(tmp_path / "other", [*SHARDS[:2], [[7], [8, 9, 10], [12]]]).manifest
+    assert one.content_hash != other.content_hash
+    elsewhere = Manifest(**(vars_of(one) | {"made_from": {"sources": ["elsewhere"]}}))
+    assert elsewhere.content_hash == one.content_hash
+
+
+def vars_of(manifest: Manifest) -> dict[str, object]:
+    return {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
+
+
+class TestIdType:
+    """Ids must not wrap modulo 65,536."""
+
+    @pytest.mark.parametrize(
+        ("vocab_size", "name"),
+        [(65535, "uint16"), (65536, "uint16"), (65537, "uint32"), (129280, "uint32")],
+    )
+    def test_chosen_by_the_largest_id(self, vocab_size: int, name: str) -> None:
+        assert dtype_name(vocab_size) == name
+
+    def test_larger_than_any_id_type(self) -> None:
+        with pytest.raises(ValueError, match="vocab_size=4294967297: ids must fit uint32"):
+            dtype_name(2**32 + 1)
+
+    def test_large_ids_survive(self, tmp_path: Path) -> None:
+        ids = [0, 65535, 65536, 70000]
+        store = write_corpus(tmp_path, [[ids]], vocab_size=129280)
+        assert store.document(0).tolist() == ids
+
+    def test_uint32_file_is_not_read_as_uint16(self, tmp_path: Path) -> None:
+        manifest = write_corpus(tmp_path, [[[0, 65535, 65536, 70000]]], vocab_size=129280).manifest
+        Manifest(**(vars_of(manifest) | {"dtype": "uint16"})).write(tmp_path)
+        with pytest.raises(ValueError, match=r"shard-00000.tokens: 16 bytes for 4 tokens of 2 bytes"):
+            TokenStore.open(tmp_path)
+
+    def test_unknown_id_type(self, tmp_path: Path) -> None:
+        manifest = write_corpus(tmp_path, SHARDS).manifest
+        Manifest(**(vars_of(manifest) | {"dtype": "int8"})).write(tmp_path)
+        with pytest.raises(ValueError, match="dtype=int8: must be one of uint16, uint32"):
+            read_manifest(tmp_path)
+
+    def test_tokenizer_larger_than_the_model(self, tmp_path: Path) -> None:
+        write_corpus(tmp_path, SHARDS, vocab_size=300)
+        with pytest.raises(ValueError, match="its tokenizer has 300 ids, which must fit into model.vocab_size=299"):
+            TokenStore.open(tmp_path, vocab_size=299)
+        assert TokenStore.open(tmp_path, vocab_size=300).num_documents == 6
+
+    def test_foreign_ids_are_found_by_the_scan(self, tmp_path: Path) -> None:
+        write_corpus(tmp_path, [[[7] * 100_000]], vocab_size=300)
+        np.full(100_000, 300, dtype="<u2").tofile(tmp_path / "shard-00000.tokens")
+        with pytest.raises(ValueError, match=r"shard-00000.tokens: has the id 300, which must be below 300"):
+            TokenStore.open(tmp_path)
+
+
+def test_unigram_entropy_closed_form(tmp_path: Path) -> None:
+    store = write_corpus(tmp_path, [[[1, 1]], [[2, 3]]])
+    assert unigram_entropy(store.unigram_counts()) == pytest.approx(1.5 * math.log(2), rel=1e-12)
+
+
+def test_unigram_counts_of_a_sample(tmp_path: Path) -> None:
+    store = write_corpus(tmp_path, [[[1, 2] * 50_000] for _ in range(4)])
+    counts = store.unigram_counts(most_tokens=20_000)
+    assert 10_000 < counts.sum() <= 20_000
+    assert counts[1] == counts[2]
+
+
+@given(n=st.integers(2, 500), fraction=st.floats(0.001, 0.999), key=st.integers(0, 2**64 - 1))
+def test_split_has_every_document_once_and_two_sides(n: int, fraction: float, key: int) -> None:
+    training, validation = split_documents(n, fraction=fraction, key=key)
+    assert sorted([*training, *validation]) == list(range(n))
+    assert len(training) > 0
+    assert abs(len(validation) - max(1, fraction * n)) <= 1
+    again = split_documents(n, fraction=fraction, key=key)
+    np.testing.assert_array_equal(again[1], validation)
+
+
+def test_split_depends_on_the_key_and_may_be_empty_only_by_wish() -> None:
+    assert (
+        split_documents(100, fraction=0.1, key=0)[1].tolist() != split_documents(100, fraction=0.1, key=1)[1].tolist()
+    )
+    training, validation = split_documents(3, fraction=0, key=0)
+    assert (training.tolist(), validation.tolist()) == ([0, 1, 2], [])
+    with pytest.raises(ValueError, match=r"data.validation_fraction=0.1: 1 document\(s\) cannot be split"):
+        split_documents(1, fraction=0.1, key=0)
+    with pytest.raises(ValueError, match="data.validation_fraction=1.0: must be at least 0 and below 1"):
+        split_documents(5, fraction=1.0, key=0)

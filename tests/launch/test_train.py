@@ -1,0 +1,198 @@
+"""Whole runs on one rank: resuming, refusing, surviving."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.train import main
+from tests.launch.tiny_run import make_corpus, overrides, read_metrics
+from train.checkpoint import CheckpointStore
+from train.run_folder import RunLock
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by name."""
+    store = CheckpointStore(folder / "checkpoints", asynchronous=False)
+    tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in store.names(step).items()}
+    store.load(step, tensors=tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stop_at_20_and_resume_equals_40_straight_steps_bit_for_bit(
+    tmp_path: Path, corpus: Path, precision: str
+) -> None:
+    options = [f"train.precision={precision}", "evaluate.every=20"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert main(overrides(straight, corpus, "train.steps=40", *options)) == 0
+    assert main(overrides(stopped, corpus, "train.steps=20", *options)) == 0
+    assert main(overrides(stopped, corpus, "train.steps=40", *options)) == 0
+    assert read_metrics(stopped) == read_metrics(straight)
+    one, other = saved(straight, 40), saved(stopped, 40)
+    assert one.keys() == other.keys()
+    assert {name.split("/")[0] for name in one} == {"model", "optim", "rng"}
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_metrics_hold_one_object_per_step_with_the_promised_keys(tmp_path: Path, corpus: Path) -> None:
+    assert main(overrides(tmp_path, corpus, "train.steps=6", "evaluate.every=3")) == 0
+    records = read_metrics(tmp_path, timings=True)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["tokens"] for record in records] == [128 * n for n in range(1, 7)]
+    promised = {"step", "loss", "grad_norm", "tokens", "tokens_per_second", "learning_rate", "samples_hash", "mfu"}
+    assert all(promised <= record.keys() for record in records)
+    assert [r["step"] for r in records if "validation_loss" in r] == [3, 6]
+    assert [r["step"] for r in records if "sample" in r] == [3, 6]
+    assert records[0]["learning_rate"] == pytest.approx(4e-3 * 128 / 640)
+    for name in ("config.yaml", "facts.json", "report.html"):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_evaluating_and_saving_change_nothing_in_training(tmp_path: Path, corpus: Path) -> None:
+    quiet, busy = tmp_path / "quiet", tmp_path / "busy"
+    assert main(overrides(quiet, corpus, "train.steps=8")) == 0
+    assert main(overrides(busy, corpus, "train.steps=8", "evaluate.every=1", "checkpoint.every=1")) == 0
+    losses = [[record["loss"] for record in read_metrics(folder)] for folder in (quiet, busy)]
+    assert losses[0] == losses[1]
+    one, other = saved(quiet, 8), saved(busy, 8)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_the_cut_into_microbatches_hardly_shows(tmp_path: Path, corpus: Path) -> None:
+    runs = []
+    for microbatch in (1, 2, 4):
+        folder = tmp_path / str(microbatch)
+        assert main(overrides(folder, corpus, "train.steps=5", f"batch.microbatch={microbatch}")) == 0
+        runs.append(read_metrics(folder))
+    for records in runs[1:]:
+        for record, first in zip(records, runs[0], strict=True):
+            assert record["samples_hash"] == first["samples_hash"]
+            assert record["loss"] == pytest.approx(first["loss"], rel=2e-5)
+            assert record["grad_norm"] == pytest.approx(first["grad_norm"], rel=2e-4)
+
+
+def test_a_finished_run_started_again_says_so_and_changes_nothing(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(overrides(tmp_path, corpus, "train.steps=3")) == 0
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert main(overrides(tmp_path, corpus, "train.steps=3")) == 0
+    assert "already done: 3 of train.steps=3" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_made_by_another_config_is_refused_with_a_classified_difference(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(overrides(tmp_path, corpus, "train.steps=2")) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert main(overrides(tmp_path, corpus, "train.steps=2", "model.moe.experts=4", "optim.lr=1e-3")) == 2
+    error = capsys.readouterr().err
+    assert "this folder was made by another config; set another run.dir" in error
+    assert "model.moe.experts: 8 -> 4  (another model" in error
+    assert "optim.lr: 0.004 -> 0.001  (another optimizer)" in error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_flipped_byte_falls_back_to_the_checkpoint_before_and_says_so(
+    tmp_path: Path, corpus: Path, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    assert main(overrides(folder, corpus, "train.steps=6", "checkpoint.every=3")) == 0
+    expected = read_metrics(folder)
+    largest = max((folder / "checkpoints" / "step-00000006").glob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    assert main(overrides(folder, corpus, "train.steps=6", "checkpoint.every=3")) == 0
+    said = caplog.text + "".join(str(warning.message) for warning in recwarn)
+    assert "step-00000006" in said
+    assert largest.name in said
+    assert read_metrics(folder) == expected
+
+
+def test_no_valid_checkpoint_is_an_error_and_no_fresh_start(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(overrides(tmp_path, corpus, "train.steps=2")) == 0
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    shutil.rmtree(next((tmp_path / "checkpoints").glob("step-*")) / "missing", ignore_errors=True)
+    (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    assert main(overrides(tmp_path, corpus, "train.steps=4")) == 1
+    assert "step-00000002" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLock(tmp_path):
+        assert main(overrides(tmp_path, corpus, "train.steps=1")) == 2
+    assert "another run is using this folder" in capsys.readouterr().err
+    assert main(overrides(tmp_path, corpus, "train.steps=1")) == 0
+
+
+def test_updates_that_are_never_finite_stop_the_run_and_name_the_samples(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # An update this large makes every later loss overflow.
+    options = ["optim.lr=1e30", "schedule.warmup_tokens=0", "train.max_skipped=3", "checkpoint.every=1"]
+    assert main(overrides(tmp_path, corpus, "train.steps=50", *options)) == 1
+    error = capsys.readouterr().err
+    assert "3 updates in a row had a non-finite loss or gradient (train.max_skipped=3)" in error
+    skipped = [record for record in read_metrics(tmp_path) if record.get("skipped")]
+    assert len(skipped) == 3
+    assert all(len(record["sample_ids"]) == 3 * 4 for record in skipped)
+    assert all(record["finite"] is False for record in skipped)
+
+
+def test_an_altered_shard_is_refused(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(corpus, copy)
+    shard = max((path for path in copy.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert main(overrides(tmp_path / "run", copy, "train.steps=1")) == 2
+    error = capsys.readouterr().err
+    assert shard.name in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.moe.top_k=8", "model.moe.top_k=8: must lie in 1..7, below model.moe.experts=8"),
+        ("optim.lrr=1", "optim.lrr: unknown key; did you mean optim.lr?"),
+        ("+optim.lrr=1", "optim.lrr: unknown key; did you mean optim.lr?"),
+        ("optim.lr=fast", "optim.lr: Value 'fast' of type 'str' could not be converted to Float"),
+        ("data.sources=[{path: /nowhere}]", "/nowhere"),
+        ("data.sources=[{path: /nowhere, weight: 0}]", "data.sources[0].weight=0"),
+        ("data.sources=[{path: /nowhere, weight: -1.5}]", "data.sources[0].weight=-1.5"),
+        ("model.vocab_size=100", "100"),
+        ("trackers.mode=loud", "trackers.mode=loud: must be one of"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_leaves_nothing_behind(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    assert main(overrides(tmp_path / "run", corpus, override)) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_command_that_failed_does_not_claim_the_folder(tmp_path: Path, corpus: Path) -> None:
+    assert main(overrides(tmp_path, corpus, "data.sources=[{path: /nowhere}]")) == 2
+    assert main(overrides(tmp_path, corpus, "train.steps=1")) == 0
+
+
+def test_cfg_prints_the_effective_config(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", *overrides(tmp_path, corpus, "optim.lr=0.125")]) == 0
+    assert "lr: 0.125" in capsys.readouterr().out

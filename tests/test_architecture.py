@@ -1,0 +1,107 @@
+"""The house's rules, held by reading the imports of every file: who may import whom, no cycles, one owner of the
+environment."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "model": set(),
+    "data": set(),
+    "parallel": {"model"},
+    "optim": {"model", "parallel"},
+    "train": {"model", "data", "parallel", "optim"},
+    "configs": {"model", "data", "parallel", "optim", "train"},
+    "launch": {"model", "data", "parallel", "optim", "train", "configs"},
+}
+FILES = sorted(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, module) of every import, including those inside functions."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the room"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_every_room_is_there() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_rooms_import_only_what_is_below_them(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in FILES
+        if path.relative_to(ROOT).parts[0] == room
+        for line, module in imports(path)
+        if (head := module.split(".")[0]) in MAY_IMPORT | {"tests": set()} and head not in MAY_IMPORT[room] | {room}
+    ]
+    assert wrong == []
+
+
+def test_the_model_knows_no_process_group() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in FILES
+        if path.is_relative_to(ROOT / "model")
+        for line, module in imports(path)
+        if module.startswith("torch.distributed")
+    ]
+    assert wrong == []
+    uses = [path for path in FILES if path.is_relative_to(ROOT / "model") and ".distributed" in path.read_text("utf-8")]
+    assert uses == []
+
+
+def test_no_import_cycles() -> None:
+    modules = {module_of(path): path for path in FILES}
+
+    def known(name: str) -> str | None:
+        return name if name in modules else name.rpartition(".")[0] if name.rpartition(".")[0] in modules else None
+
+    graph = {
+        name: {target for _, imported in imports(path) if (target := known(imported)) not in (None, name)}
+        for name, path in modules.items()
+    }
+    # Raises CycleError, naming the cycle.
+    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)
+
+
+def test_only_launch_reads_the_environment() -> None:
+    words = ("os.environ", "getenv")
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if not path.is_relative_to(ROOT / "launch") and any(word in path.read_text("utf-8") for word in words)
+    ]
+    assert wrong == []
+
+
+def test_no_global_statements() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Global)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kernel", sorted((ROOT / "model" / "kernels").glob("*.py")), ids=lambda path: path.stem)
+def test_every_kernel_has_its_reference(kernel: Path) -> None:
+    if kernel.stem == "__init__" or kernel.stem.endswith("_reference"):
+        return
+    stem = {"kda_chunk": "kda"}.get(kernel.stem, kernel.stem)
+    assert (kernel.parent / f"{stem}_reference.py").exists()
