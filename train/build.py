@@ -123,7 +123,7 @@ def build_optimizer(model: KimiModel, config: OptimConfig, *, mesh: Mesh) -> tup
     groups = make_groups(params, roles=roles, config=config)
     dp = DataParallel(
         params,
-        group=mesh.dp_group,
+        group=mesh.dp.group,
         bucket_bytes=int(config.bucket_mb * 2**20),
         cost={name: group.cost for name, group in groups.items()},
     )
@@ -166,14 +166,14 @@ def build_run(
     dp, optimizer = build_optimizer(model, optim, mesh=mesh)
     store = CheckpointStore(
         folder / CHECKPOINTS,
-        rank=mesh.dp_rank,
-        ranks=mesh.dp_size,
-        group=mesh.dp_group,
+        rank=mesh.dp.rank,
+        ranks=mesh.dp.size,
+        group=mesh.dp.group,
         keep=checkpoint.keep,
         asynchronous=checkpoint.asynchronous,
     )
     progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
-    peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.dp_group)
+    peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.dp.group)
     total, active = model_config.count_parameters()
     return Run(
         folder=folder,
@@ -188,10 +188,10 @@ def build_run(
         trackers=make_trackers(
             trackers,
             run_dir=folder,
-            run_id=load_run_id(folder) if mesh.dp_rank == 0 else "",
+            run_id=load_run_id(folder) if mesh.dp.rank == 0 else "",
             config_dict=config_dict,
             resume_step=progress.step,
-            rank=mesh.dp_rank,
+            rank=mesh.dp.rank,
         ),
         throughput=Throughput(flops_per_token=training_flops(model_config, length=batch.length), peak=peak),
         batch=batch,
@@ -208,7 +208,7 @@ def build_run(
             "unigram_entropy": loader.unigram_entropy(),
             "training_tokens": loader.num_tokens(),
             "matmul_flops_per_second": peak,
-            "ranks": mesh.dp_size,
+            "ranks": mesh.dp.size,
             "device": str(device),
             "precision": train.precision,
         },
@@ -224,10 +224,10 @@ def checkpoint_tensors(
     """
     params = dict(model.named_parameters())
     tensors = {f"model/{name}": params[name].detach() for name in dp.owned_names}
-    if mesh.dp_rank == 0:
+    if mesh.dp.rank == 0:
         tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     tensors |= {f"optim/{name}": value for name, value in optimizer.state_dict().items()}
-    return tensors | {f"rng/{mesh.dp_rank}/cpu": torch.get_rng_state()}
+    return tensors | {f"rng/{mesh.dp.rank}/cpu": torch.get_rng_state()}
 
 
 def resume(
@@ -240,7 +240,7 @@ def resume(
     step = store.latest()
     if step is None:
         return None
-    rng_name = f"rng/{mesh.dp_rank}/cpu"
+    rng_name = f"rng/{mesh.dp.rank}/cpu"
     wanted = {f"model/{name}": param.detach() for name, param in model.named_parameters()}
     wanted |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     optimizer_state = {

@@ -29,8 +29,8 @@ def validation_loss(model: KimiModel, batches: Sequence[Microbatch], *, mesh: Me
         labels = batch.labels.to(device)
         sums[0] += chunked_cross_entropy(hidden, model.head.weight, labels, chunk=chunk)
         sums[1] += (labels != IGNORE_INDEX).sum()
-    if mesh.dp_group is not None:
-        dist.all_reduce(sums, group=mesh.dp_group)
+    if mesh.dp.group is not None:
+        dist.all_reduce(sums, group=mesh.dp.group)
     total, count = sums.tolist()
     return total / max(count, 1)
 

@@ -34,7 +34,7 @@ def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> 
             run.trackers.log(metrics)
             if on_step is not None:
                 on_step(metrics)
-            if metrics.validation_loss is not None and run.mesh.dp_rank == 0:
+            if metrics.validation_loss is not None and run.mesh.dp.rank == 0:
                 write_report(run.folder)
             check_health(run)
             if due(run.checkpoint.every, run.progress.step) or run.progress.step == run.train.steps:
@@ -54,8 +54,8 @@ def steps(run: Run) -> Iterator[StepMetrics]:
             progress.position,
             sequences=batch.sequences,
             length=batch.length,
-            rank=run.mesh.dp_rank,
-            ranks=run.mesh.dp_size,
+            rank=run.mesh.dp.rank,
+            ranks=run.mesh.dp.size,
             microbatch=batch.microbatch,
         )
         tokens = progress.tokens + batch.tokens
@@ -85,8 +85,8 @@ def steps(run: Run) -> Iterator[StepMetrics]:
                 validation_loss=validation,
                 sample=sample,
             ),
-            group=run.mesh.dp_group,
-            ranks=run.mesh.dp_size,
+            group=run.mesh.dp.group,
+            ranks=run.mesh.dp.size,
         )
 
 
@@ -101,10 +101,10 @@ def due(every: int, step: int) -> bool:
 def gather_sample_ids(run: Run, microbatches: Sequence[Microbatch]) -> list[int]:
     """(source, cursor, length) of every sample of the step, of all ranks in order, flat. All ranks call it."""
     own = [int(value) for microbatch in microbatches for value in microbatch.sample_ids.flatten()]
-    if run.mesh.dp_group is None:
+    if run.mesh.dp.group is None:
         return own
-    gathered: list[list[int]] = [[] for _ in range(run.mesh.dp_size)]
-    dist.all_gather_object(gathered, own, group=run.mesh.dp_group)
+    gathered: list[list[int]] = [[] for _ in range(run.mesh.dp.size)]
+    dist.all_gather_object(gathered, own, group=run.mesh.dp.group)
     return [value for part in gathered for value in part]
 
 
@@ -127,11 +127,11 @@ def evaluate(run: Run) -> tuple[float, str | None]:
         length=run.batch.length,
         microbatch=run.batch.microbatch,
         max_tokens=run.evaluate.tokens,
-        rank=run.mesh.dp_rank,
-        ranks=run.mesh.dp_size,
+        rank=run.mesh.dp.rank,
+        ranks=run.mesh.dp.size,
     )
     loss = validation_loss(run.model, batches, mesh=run.mesh, chunk=run.train.loss_chunk)
-    if run.mesh.dp_rank != 0 or not run.evaluate.sample_tokens:
+    if run.mesh.dp.rank != 0 or not run.evaluate.sample_tokens:
         return loss, None
     text = sample_text(
         run.model,

@@ -107,19 +107,19 @@ class Stepper:
     def _sum(self, value: Tensor) -> int | float:
         """Sum of a host scalar over the data-parallel ranks."""
         value = value.to(self.device)
-        if self.mesh.dp_group is not None:
-            dist.all_reduce(value, group=self.mesh.dp_group)
+        if self.mesh.dp.group is not None:
+            dist.all_reduce(value, group=self.mesh.dp.group)
         return value.item()
 
     def _reduce(self, stats: ForwardStats) -> None:
         """Counts are summed and logits maximised over the ranks, once a step, all layers together."""
-        if self.mesh.dp_group is None:
+        if self.mesh.dp.group is None:
             return
         for counts in (stats.load, stats.histogram):
             if counts.numel():
-                dist.all_reduce(counts, group=self.mesh.dp_group)
+                dist.all_reduce(counts, group=self.mesh.dp.group)
         if stats.max_logit.numel():
-            dist.all_reduce(stats.max_logit, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
+            dist.all_reduce(stats.max_logit, op=dist.ReduceOp.MAX, group=self.mesh.dp.group)
 
 
 @torch.no_grad()

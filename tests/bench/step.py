@@ -108,7 +108,7 @@ def shares(config: ModelConfig, *, tokens: int, repeats: int) -> Table:
         f"{seconds['mixed'] * 1e3:.0f} ms, {tokens} tokens",
         f"{extra / seconds['mixed']:.1%}",
     )
-    mesh = Mesh(dp_group=None, dp_rank=0, dp_size=1)
+    mesh = Mesh()
     dp, optimizer = build_optimizer(models[0], compose_config([]).optim, mesh=mesh)
     gradients = {name: torch.randn_like(value) for name, value in dp.owned_gradients().items()}
     step = medians({"step": lambda: optimizer.step(gradients, lr=1e-4)}, repeats=repeats)["step"]

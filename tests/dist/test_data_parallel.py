@@ -321,7 +321,7 @@ def test_reduction_is_fp32(pool: RankPool) -> None:
 
 def mesh_here() -> tuple[int, int, bool]:
     mesh: Mesh = build_mesh(ParallelConfig(dp=4))
-    return mesh.dp_rank, mesh.dp_size, mesh.dp_group is dist.group.WORLD
+    return mesh.dp.rank, mesh.dp.size, mesh.dp.group is dist.group.WORLD
 
 
 def test_mesh_is_the_default_group(pool: RankPool) -> None:

@@ -3,11 +3,11 @@
 import pytest
 from omegaconf import OmegaConf
 
-from parallel.mesh import Mesh, ParallelConfig, build_mesh
+from parallel.mesh import Mesh, ParallelConfig, axis_lines, build_mesh
 
 
 def test_one_process_needs_no_process_group() -> None:
-    assert build_mesh(ParallelConfig()) == Mesh(dp_group=None, dp_rank=0, dp_size=1)
+    assert build_mesh(ParallelConfig()) == Mesh()
 
 
 def test_config_errors() -> None:
@@ -20,8 +20,26 @@ def test_config_errors() -> None:
     (error,) = ParallelConfig(dp=4).errors(world_size=2)
     assert error.startswith("parallel.dp=4: contradicts the 2 launched rank(s)")
     (error,) = ParallelConfig(dp=-1).errors(world_size=2)
-    assert error.startswith("parallel.dp=-1: must be at least 1")
-    assert len(ParallelConfig(tp=0, pp=2, dp=3).errors(world_size=1)) == 3
+    assert error.startswith("parallel.dp=-1: must be at least 0")
+    assert len(ParallelConfig(tp=0, pp=2, dp=3).errors(world_size=1)) == 2
+
+
+@pytest.mark.parametrize(("pp", "dp", "cp", "tp", "ep"), [(1, 8, 1, 1, 4), (2, 2, 2, 2, 4), (2, 1, 4, 1, 2)])
+def test_every_axis_partitions_the_ranks_into_groups_of_its_size(pp: int, dp: int, cp: int, tp: int, ep: int) -> None:
+    world = pp * dp * cp * tp
+    lines = axis_lines(world, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+    sizes = {"world": world, "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}
+    sizes |= {"dense": dp * cp, "expert_dp": dp * cp // ep}
+    for name, size in sizes.items():
+        assert {len(group) for group in lines[name]} == {size}
+        assert sorted(rank for group in lines[name] for rank in group) == list(range(world))
+
+
+def test_experts_are_spread_over_neighbouring_dense_ranks() -> None:
+    lines = axis_lines(8, pp=1, dp=4, cp=2, tp=1, ep=4)
+    assert lines["ep"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert lines["expert_dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert lines["cp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_build_refuses_a_contradiction() -> None:
