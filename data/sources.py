@@ -28,6 +28,8 @@ TEXT_SUFFIXES = frozenset(f".{name}" for name in _TEXT.split())
 """What is read as text in a folder; a file that is named itself may have any other suffix."""
 ROW_KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet"}
 HUB = "hub:"
+SHARED_UNITS, SHARED_BYTES = 16, 2**20
+"""Small inputs are cut into about so many units, not below this size, so that several processes share them."""
 BOM = b"\xef\xbb\xbf"
 
 
@@ -73,21 +75,31 @@ class Inputs:
     ignored: dict[str, int]
 
 
-def plan_inputs(sources: Sequence[str], *, unit_bytes: int) -> Inputs:
-    """Find all files and cut them into units of about ``unit_bytes``.
+def plan_inputs(sources: Sequence[str], *, unit_bytes: int, suffixes: Sequence[str] = ()) -> Inputs:
+    """Find all files and cut them into units of about ``unit_bytes``, less if that makes few.
+
+    Args:
+        suffixes: read only these files of folders, an unknown one as text; by default all known kinds.
 
     Raises:
         ValueError: a source does not exist, cannot be loaded or has no file of a known kind.
     """
-    pieces: list[Piece] = []
+    kinds: list[str] = []
     files: list[tuple[str, int, int]] = []
     ignored: dict[str, int] = {}
     for source in sources:
-        found = _hub_files(source) if source.startswith(HUB) else _local_files(source, ignored)
+        found = _hub_files(source) if source.startswith(HUB) else _local_files(source, suffixes, ignored)
         for kind, path in found:
             status = os.stat(path)
+            kinds.append(kind)
             files.append((path, status.st_size, status.st_mtime_ns))
-            pieces += _cut(kind, path, size=status.st_size, piece_bytes=unit_bytes)
+    total = sum(size for _, size, _ in files)
+    unit_bytes = min(unit_bytes, max(SHARED_BYTES, total // SHARED_UNITS))
+    pieces = [
+        piece
+        for kind, (path, size, _) in zip(kinds, files)
+        for piece in _cut(kind, path, size=size, piece_bytes=unit_bytes)
+    ]
     return Inputs(tuple(_gather(pieces, unit_bytes=unit_bytes)), tuple(files), ignored)
 
 
@@ -105,13 +117,14 @@ def read_unit(unit: Unit, *, text_field: str) -> Iterator[Document]:
             yield from readers[piece.kind](piece, text_field)
 
 
-def _local_files(source: str, ignored: dict[str, int]) -> list[tuple[str, str]]:
+def _local_files(source: str, suffixes: Sequence[str], ignored: dict[str, int]) -> list[tuple[str, str]]:
     """(kind, path) of a file, or of all files below a folder in the order of their names; counts the ignored."""
     root = Path(source)
     if root.is_file():
         return [(ROW_KINDS.get(root.suffix.lower(), "text"), source)]
     if not root.is_dir():
         raise ValueError(f"--source={source}: is no file or folder; for a dataset of the hub, write {HUB}{source}")
+    wanted = frozenset(suffixes) or TEXT_SUFFIXES | ROW_KINDS.keys()
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -119,14 +132,12 @@ def _local_files(source: str, ignored: dict[str, int]) -> list[tuple[str, str]]:
             suffix = Path(name).suffix.lower()
             if name.startswith("."):
                 continue
-            if suffix in ROW_KINDS or suffix in TEXT_SUFFIXES:
+            if suffix in wanted:
                 found.append((ROW_KINDS.get(suffix, "text"), os.path.join(folder, name)))
             else:
                 ignored[suffix or name] = ignored.get(suffix or name, 0) + 1
     if not found:
-        raise ValueError(
-            f"--source={source}: has no file of a known kind (see docs/data.md); name the files themselves"
-        )
+        raise ValueError(f"--source={source}: has no file of a kind that is read; name other kinds with --suffix")
     return found
 
 
@@ -182,12 +193,14 @@ def _read_lines(piece: Piece, text_field: str) -> Iterator[Document]:
             line = file.readline()
             if not line.strip():
                 continue
-            text, replaced = decode_text(line)
+            text, replaced = decode_text(line.rstrip(b"\r\n"))
             try:
                 yield _document(json.loads(text), text_field, replaced)
             except ValueError as error:
+                problem = getattr(error, "msg", error)  # without json's own idea of the line
                 raise ValueError(
-                    f"{piece.path}:{_line_number(piece.path, position)}: {error}; repair or remove the line"
+                    f"{piece.path}:{_line_number(piece.path, position)}: {problem}; repair or remove the line, "
+                    "or leave such files out with --suffix"
                 ) from None
 
 
@@ -200,7 +213,9 @@ def _read_json(piece: Piece, text_field: str) -> Iterator[Document]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{piece.path}:{error.lineno}: {error.msg}; repair the file") from None
+        raise ValueError(
+            f"{piece.path}:{error.lineno}: {error.msg}; repair the file or leave it out with --suffix"
+        ) from None
     for index, row in enumerate(rows):
         # Such a file is one value: an invalid byte is found before the row that it is in.
         here = replaced and isinstance(row, dict) and REPLACEMENT in str(row.get(text_field))

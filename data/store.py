@@ -19,6 +19,8 @@ VERIFY = ("size", "hash")
 SCAN_SHARDS = 16
 SCAN_TOKENS = 4096
 """What the scan for foreign ids reads when a store is opened: so many tokens, evenly spread, of so many shards."""
+COUNT_SHARDS = 256
+"""Most shards whose tokens are counted for the unigram entropy."""
 
 
 class TokenStore:
@@ -34,6 +36,7 @@ class TokenStore:
         self.manifest = manifest
         self._dtype = DTYPES[manifest.dtype]
         self._documents_before = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
+        self._lengths: NDArray[np.int64] | None = None
         self._tokens: dict[int, NDArray[np.unsignedinteger]] = {}
         self._offsets: dict[int, NDArray[np.int64]] = {}
 
@@ -72,9 +75,11 @@ class TokenStore:
         return self.folder / TOKENIZER
 
     def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document, int64 [num_documents]; reads every shard's index."""
-        lengths = [np.diff(self.shard_offsets(shard)) for shard in range(len(self.manifest.shards))]
-        return np.concatenate([np.empty(0, dtype=np.int64), *lengths])
+        """Tokens of each document, int64 [num_documents]; reads every shard's index at the first call."""
+        if self._lengths is None:
+            lengths = [np.diff(self.shard_offsets(shard)) for shard in range(len(self.manifest.shards))]
+            self._lengths = np.concatenate([np.empty(0, dtype=np.int64), *lengths])
+        return self._lengths
 
     def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(shard, first token inside that shard) of each document, int64 like ``documents``."""
@@ -146,10 +151,9 @@ class TokenStore:
 
     def unigram_counts(self, *, most_tokens: int = 2**23) -> NDArray[np.int64]:
         """How often each id occurs, int64 [vocab_size]; in a sample spread over all shards if there are more tokens."""
-        per_shard = max(SCAN_TOKENS, most_tokens // max(1, len(self.manifest.shards)))
-        shards = max(1, most_tokens // per_shard)
+        shards = max(1, min(COUNT_SHARDS, len(self.manifest.shards)))
         counts = np.zeros(self.manifest.vocab_size, dtype=np.int64)
-        for _, ids in self._samples(shards=shards, tokens=per_shard):
+        for _, ids in self._samples(shards=shards, tokens=most_tokens // shards):
             counts += np.bincount(ids, minlength=len(counts))
         return counts
 

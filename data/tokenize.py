@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.manifest import (
     FORMAT,
@@ -61,6 +62,7 @@ class Options:
 
     tokenizer: a ``tokenizer.json``; None trains one.
     train_vocab_size: of the tokenizer that is trained.
+    suffixes: of the files that are read in folders; all known kinds if there are none.
     """
 
     sources: tuple[str, ...]
@@ -70,6 +72,7 @@ class Options:
     append_eos: bool = True
     eos_token: str | None = None
     shard_tokens: int = 2**22
+    suffixes: tuple[str, ...] = ()
 
     def errors(self) -> list[str]:
         """Every problem, one line each."""
@@ -80,6 +83,7 @@ class Options:
             found.append("--tokenizer: must be given, or --train-tokenizer, and not both; choose one")
         if self.train_vocab_size is not None and self.eos_token is not None:
             found.append("--eos-token: is for a tokenizer that is given; leave it out with --train-tokenizer")
+        found += [f"--suffix={suffix}: must begin with a dot" for suffix in self.suffixes if suffix[:1] != "."]
         if self.shard_tokens < 1:
             found.append(f"--shard-tokens={self.shard_tokens}: must be at least 1")
         return found
@@ -113,11 +117,12 @@ def tokenize(options: Options, out: Path, *, workers: int = 1, console: Console 
         raise ValueError("\n".join(problems))
     if options.tokenizer is not None:
         Encoder.load(Path(options.tokenizer), append_eos=options.append_eos, eos_token=options.eos_token)
-    inputs = plan_inputs(options.sources, unit_bytes=options.shard_tokens * BYTES_PER_TOKEN)
+    inputs = plan_inputs(options.sources, unit_bytes=options.shard_tokens * BYTES_PER_TOKEN, suffixes=options.suffixes)
     console = console or Console(quiet=True)
     if inputs.ignored:
-        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(inputs.ignored.items()))
-        console.print(f"ignored files of unknown kinds: {kinds}")
+        most = sorted(inputs.ignored.items(), key=lambda kind: -kind[1])
+        kinds = ", ".join(f"{number} {kind}" for kind, number in most[:8])
+        console.print(f"ignored files: {kinds}{', ...' if len(most) > 8 else ''}")
     plan = _plan(options, inputs)
     unfinished = out / UNFINISHED
     if (out / MANIFEST).exists():
@@ -156,6 +161,7 @@ def _plan(options: Options, inputs: Inputs) -> dict[str, Any]:
         "append_eos": options.append_eos,
         "eos_token": options.eos_token,
         "shard_tokens": options.shard_tokens,
+        "suffixes": list(options.suffixes),
     }
 
 
@@ -208,15 +214,15 @@ def _run(jobs: Sequence[Job], *, workers: int, console: Console) -> None:
         TextColumn("tokenising"),
         BarColumn(),
         DownloadColumn(),
-        MofNCompleteColumn(),
-        TextColumn("shards"),
+        TextColumn("{task.fields[done]}/{task.fields[jobs]} shards"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
         total = sum(job.unit.size for job in jobs)
-        task = progress.add_task("", total=total, completed=total - sum(job.unit.size for job in waiting))
-        for job in _completed(waiting, workers=workers):
-            progress.advance(task, job.unit.size)
+        left, before = sum(job.unit.size for job in waiting), len(jobs) - len(waiting)
+        task = progress.add_task("", total=total, completed=total - left, done=before, jobs=len(jobs))
+        for done, job in enumerate(_completed(waiting, workers=workers), start=before + 1):
+            progress.update(task, advance=job.unit.size, done=done)
 
 
 def _completed(jobs: Sequence[Job], *, workers: int) -> Iterator[Job]:
@@ -235,7 +241,10 @@ def _completed(jobs: Sequence[Job], *, workers: int) -> Iterator[Job]:
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin_worker,
     ) as pool:
+        # Submitting starts the processes, which inherit the mask: an interrupt is the parent's to handle.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         futures = {pool.submit(_work, job): job for job in jobs}
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         try:
             for future in as_completed(futures):
                 future.result()
@@ -251,7 +260,7 @@ def _completed(jobs: Sequence[Job], *, workers: int) -> Iterator[Job]:
 
 def _begin_worker() -> None:
     """One thread a process, and no process that outlives a killed parent."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.putenv("TOKENIZERS_PARALLELISM", "false")
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -351,6 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--text-field", default=Options.text_field, help="field of .jsonl, .json, .parquet and hub rows"
     )
+    parser.add_argument("--suffix", action="append", default=[], help="read only such files of folders, like .py")
     parser.add_argument("--append-eos", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--eos-token", help="name of the end-of-text token, if it is an unusual one")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
@@ -364,12 +374,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         append_eos=given.append_eos,
         eos_token=given.eos_token,
         shard_tokens=given.shard_tokens,
+        suffixes=tuple(given.suffix),
     )
     console = Console(stderr=True, highlight=False)
     try:
         manifest = tokenize(options, given.out, workers=given.workers, console=console)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(
+            f"error: {error.filename or given.out}: {error.strerror or error}; put that right and run the same command "
+            "again, it goes on from the finished shards",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

@@ -12,7 +12,7 @@ One process needs no process group at all: its groups are None, and everything t
 "alone". So a test, a debugger or a laptop run goes through the same code without a rendezvous.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch.distributed as dist
@@ -74,13 +74,32 @@ class ParallelConfig:
         return found
 
 
+@dataclass
+class Traffic:
+    """What the collectives of one process have moved, by name ("tp all_gather"): calls and bytes sent.
+
+    Bytes are those that this rank sends in a ring: (size - 1) / size of the whole for a gather, scatter or exchange,
+    twice that for an all-reduce.
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+
+    def record(self, name: str, sent: int) -> None:
+        """Count one call."""
+        self.calls[name] = self.calls.get(name, 0) + 1
+        self.sent[name] = self.sent.get(name, 0) + sent
+
+
 @dataclass(frozen=True)
 class Axis:
-    """This process on one axis: its rank, the axis' size, and the group; None when it is alone."""
+    """This process on one axis: its name, rank, size and group (None when alone), and where traffic is counted."""
 
+    name: str = "alone"
     group: ProcessGroup | None = None
     rank: int = 0
     size: int = 1
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
 
 
 @dataclass(frozen=True)
@@ -138,11 +157,12 @@ def make_mesh(config: ParallelConfig, world_size: int) -> Mesh:
     )
     made: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
     axes = {}
+    traffic = Traffic()
     for name, groups in lines.items():
         for members in groups:
             # Every rank makes every group, in one order: that is how new_group pairs them.
             if len(members) > 1 and tuple(members) not in made:
                 made[tuple(members)] = dist.new_group(members)
             if me in members and len(members) > 1:
-                axes[name] = Axis(made[tuple(members)], members.index(me), len(members))
+                axes[name] = Axis(name, made[tuple(members)], members.index(me), len(members), traffic)
     return Mesh(**axes)

@@ -29,8 +29,8 @@ substitution and not a power series, hence stable for repeated keys.
 **Layout.** Every document is padded to whole chunks; a batch is B documents. Chunks are ordered step-major:
 first chunks of all documents, longest document first, then second chunks, ... so a step of the recurrence
 is one slice and the documents still running are a prefix: batch and packed input are one path. Documents and
-steps are grouped into segments that fit the cache, so working memory does not grow with B or T. Forward keeps the state at
-each chunk's start; backward walks the segments in reverse and recomputes the inside of the chunks.
+steps are grouped into segments that fit the cache, so working memory does not grow with B or T. Forward keeps
+the state at each chunk's start; backward walks the segments in reverse and recomputes the inside of the chunks.
 
 Shape letters: B batch, T tokens, H heads, K key, V value, C chunk, n chunks times heads.
 """
@@ -134,13 +134,12 @@ def _plan(offsets: list[int]) -> _Plan:
         running = running[running > 0]
         first = 0
         while first < len(running):
-            steps = slice(first, first + together // int(running[first]))
-            count = running[steps]
-            at = torch.repeat_interleave(done[steps], count)
+            count = running[first : first + together // int(running[first])]
+            at = torch.repeat_interleave(done[first : first + len(count)], count)
             document = torch.arange(len(at)) - torch.repeat_interleave(count.cumsum(0) - count, count)
             document += first_document
             segments.append(_Segment(first_document, starts[document] + at, stops[document], count.tolist()))
-            first = steps.stop
+            first += len(count)
     return _Plan(order, chunk, segments)
 
 
@@ -416,10 +415,11 @@ class _ChunkKDA(torch.autograd.Function):
             for segment, starts in zip(reversed(plan.segments), reversed(states)):
                 rows = _Rows(segment, plan.chunk, batch * length, heads, q.device)
                 chunks = _read_inputs(rows, q, k, v, g, beta, ctx.scale, dtype)
-                grad_chunks = _backward_segment(segment, *chunks, starts, rows.read(grad_o, dtype), grad_state)
-                for grad, to in zip(grad_chunks, grads):
+                grad_q, *others = _backward_segment(
+                    segment, *chunks, starts, rows.read(grad_o, dtype), grad_state[segment.first_document :]
+                )
+                for grad, to in zip((grad_q.mul_(ctx.scale), *others), grads):
                     rows.write(grad.view(*rows.shape, -1), to)
-        grads[0] *= ctx.scale
         grad_q, grad_k, grad_v, grad_g, grad_beta = (grad[:-1].view_as(x) for grad, x in zip(grads, (q, k, v, g, beta)))
         grad_initial = torch.empty_like(grad_state)
         grad_initial[order] = grad_state

@@ -239,7 +239,7 @@ class TestValidation:
         assert tokens_of(first) == tokens_of(again)
 
     def test_nothing_held_out(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="data.validation_fraction=0: there is no held-out text"):
+        with pytest.raises(ValueError, match=r"data.validation_fraction=0: there is no held-out text"):
             make_loader(tmp_path).validation_batches(length=16, microbatch=2, max_tokens=64, rank=0, ranks=1)
 
 

@@ -1,0 +1,189 @@
+"""Collectives that autograd knows, each with its adjoint as backward. All are named and counted.
+
+    forward          backward          where
+    all_gather       reduce_scatter    sequence shards before a column-parallel product
+    reduce_scatter   all_gather        partial sums after a row-parallel product
+    copy             all_reduce        a replicated tensor that each rank uses in its own part
+    all_reduce       identity          partial sums of which every rank needs the whole
+    take_shard       all_gather        a rank's slice of a replicated tensor
+    all_to_all       all_to_all        rows to other ranks, uneven
+
+An axis of size 1 makes every one of them the identity, without a call. Sums run in fp32 at least: a bf16 sum over
+ranks would round at every hop. Every rank of the axis must make the same calls in the same order.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from parallel.mesh import Axis
+
+
+def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """The shards of all ranks joined along ``dim`` in rank order; backward sums and scatters."""
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """This rank's slice along ``dim`` of the sum over ranks; backward gathers."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+
+
+def copy(x: Tensor, axis: Axis) -> Tensor:
+    """``x`` itself; backward sums the ranks' gradients."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks; backward passes the gradient on, which must be equal on all ranks."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+
+
+def take_shard(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """This rank's slice along ``dim`` of a tensor that all ranks hold; backward gathers."""
+    return x if axis.size == 1 else _TakeShard.apply(x, axis, dim)
+
+
+def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Rows to every rank: ``send[r]`` rows of ``x`` in order go to rank r, ``receive[r]`` come from it.
+
+    Args:
+        x: [sum(send), ...].
+        send, receive: host integers; ``receive`` of one rank is ``send`` of the others.
+
+    Returns:
+        [sum(receive), ...] in rank order; backward sends the gradients back.
+    """
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, tuple(send), tuple(receive))
+
+
+def gather_plain(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """`all_gather` outside autograd."""
+    if axis.size == 1:
+        return x
+    moved = x.movedim(dim, 0).contiguous()
+    out = moved.new_empty(axis.size * moved.shape[0], *moved.shape[1:])
+    dist.all_gather_single(out, moved, group=axis.group)
+    axis.traffic.record(f"{axis.name} all_gather", _bytes(out) * (axis.size - 1) // axis.size)
+    return out.movedim(0, dim)
+
+
+def reduce_scatter_plain(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """`reduce_scatter` outside autograd."""
+    if axis.size == 1:
+        return x
+    size = x.shape[dim]
+    assert size % axis.size == 0, f"{size} rows over {axis.name}={axis.size}"
+    moved = x.movedim(dim, 0).to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    out = moved.new_empty(size // axis.size, *moved.shape[1:])
+    dist.reduce_scatter_single(out, moved, group=axis.group)
+    axis.traffic.record(f"{axis.name} reduce_scatter", _bytes(moved) * (axis.size - 1) // axis.size)
+    return out.to(x.dtype).movedim(0, dim)
+
+
+def all_reduce_plain(x: Tensor, axis: Axis) -> Tensor:
+    """`all_reduce` outside autograd, into a new tensor."""
+    if axis.size == 1:
+        return x
+    out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True).contiguous()
+    dist.all_reduce(out, group=axis.group)
+    axis.traffic.record(f"{axis.name} all_reduce", 2 * _bytes(out) * (axis.size - 1) // axis.size)
+    return out.to(x.dtype)
+
+
+def all_to_all_plain(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """`all_to_all` outside autograd."""
+    if axis.size == 1:
+        return x
+    assert sum(send) == x.shape[0], (send, x.shape)
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
+    row = _bytes(x[:1]) if x.shape[0] else 0
+    axis.traffic.record(f"{axis.name} all_to_all", row * (sum(send) - send[axis.rank]))
+    return out
+
+
+def shard_plain(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """This rank's slice along ``dim``, a view."""
+    assert x.shape[dim] % axis.size == 0, f"{x.shape[dim]} rows over {axis.name}={axis.size}"
+    size = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * size, size)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return gather_plain(x, axis, dim=dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter_plain(grad, ctx.axis, dim=ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return reduce_scatter_plain(x, axis, dim=dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_plain(grad, ctx.axis, dim=ctx.dim), None, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_plain(grad, ctx.axis), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce_plain(x, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _TakeShard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return shard_plain(x, axis, dim=dim).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_plain(grad, ctx.axis, dim=ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return all_to_all_plain(x, axis, send=send, receive=receive)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all_plain(grad, ctx.axis, send=ctx.receive, receive=ctx.send), None, None, None
