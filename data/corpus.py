@@ -1,8 +1,9 @@
 """The default corpus: the Python standard library's own sources, which every machine that runs this has.
 
-A document is one top-level unit of a module: a function, a class, or the statements between them. Units are
-short and far more numerous than modules, so the documents mix well and the validation split is of the same kind
-as the rest. They are cut by the lines of the syntax tree: the units of a file one after another are the file.
+A document is one top-level unit of a module: a function, a class (or a method, if the class is large), or the
+statements between them. Units are short and far more numerous than modules, so the documents mix well and the
+validation split is of the same kind as the rest. They are cut by the lines of the syntax tree: the units of a file one
+after another are the file.
 """
 
 import ast
@@ -27,9 +28,13 @@ EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 )
 """Not ours, tests (more text than the rest together), and generated tables."""
+EXCLUDED_FILES = frozenset({"html/entities.py", "locale.py"})
+"""Tables: of names that occur nowhere else."""
 EXCLUDED_PREFIX = "_sysconfigdata"
 """A generated table that differs between machines."""
-UNITS = "1"
+LARGE_CLASS = 8000
+"""Characters above which a class is cut into its methods: a longer document fills steps with one kind of text."""
+UNITS = "2"
 """Version of the cutting below."""
 WAIT_SECONDS = 600.0
 """How long a process waits for another one's build."""
@@ -80,16 +85,17 @@ def prepare_default_corpus(
 
 
 def list_sources(library: Path) -> list[Path]:
-    """The library's modules, sorted, without what `EXCLUDED_FOLDERS` and `EXCLUDED_PREFIX` name."""
+    """The library's modules, sorted, without what the `EXCLUDED_` constants name."""
     found: list[Path] = []
+    tables = {library / name for name in EXCLUDED_FILES}
     for folder, folders, names in os.walk(library):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         found += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(EXCLUDED_PREFIX)]
-    return sorted(found, key=lambda path: path.relative_to(library).as_posix())
+    return sorted(set(found) - tables, key=lambda path: path.relative_to(library).as_posix())
 
 
 def split_units(source: str) -> list[str]:
-    """Cut a module into its top-level units; joined, they are ``source``.
+    """Cut a module into its top-level units, and large classes into their methods; joined, they are ``source``.
 
     A function or class begins with its decorators and the comment lines directly above. What does not parse is one
     unit.
@@ -101,18 +107,30 @@ def split_units(source: str) -> list[str]:
     # Not splitlines: it also breaks at form feeds and the like, which ast does not count as lines.
     lines = source.split("\n")
     lines = [line + "\n" for line in lines[:-1]] + lines[-1:]
+    edges = [0, *_cuts(body, lines, previous_end=0), len(lines)]
+    return [unit for start, stop in zip(edges, edges[1:]) if (unit := "".join(lines[start:stop]))]
+
+
+def _cuts(body: list[ast.stmt], lines: list[str], *, previous_end: int) -> list[int]:
+    """First lines, counted from 0, of the units that ``body`` is cut into, but for its own beginning.
+
+    Args:
+        previous_end: lines before the body.
+    """
     cuts: list[int] = []
-    previous_end, previous_is_definition = 0, False
+    previous_is_definition = False
     for node in body:
         is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         first = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", []))]) - 1
-        while first > previous_end and lines[first - 1].startswith("#"):
+        while first > previous_end and lines[first - 1].lstrip().startswith("#"):
             first -= 1
         if (is_definition or previous_is_definition) and first >= previous_end:
             cuts.append(first)
-        previous_end, previous_is_definition = node.end_lineno or 0, is_definition
-    edges = [0, *cuts, len(lines)]
-    return [unit for start, stop in zip(edges, edges[1:]) if (unit := "".join(lines[start:stop]))]
+        end = node.end_lineno or 0
+        if isinstance(node, ast.ClassDef) and sum(map(len, lines[first:end])) > LARGE_CLASS:
+            cuts += _cuts(node.body, lines, previous_end=node.lineno)
+        previous_end, previous_is_definition = end, is_definition
+    return cuts
 
 
 def _documents(files: list[Path]) -> Iterator[Document]:

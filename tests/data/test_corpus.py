@@ -70,12 +70,26 @@ def test_units_joined_are_the_source(source: str) -> None:
     assert "".join(split_units(source)) == source
 
 
+def test_a_large_class_is_cut_into_its_methods() -> None:
+    methods = "".join(f"    # About {i}.\n    def m{i}(self):\n        return '{'x' * 200}'\n\n" for i in range(50))
+    source = f'class Large:\n    """Docstring."""\n\n{methods}def after(): pass\n'
+    units = split_units(source)
+    assert "".join(units) == source
+    assert len(units) == 52
+    assert units[0].startswith("class Large:")
+    assert [unit.splitlines()[0].strip() for unit in units[1:-1]] == [f"# About {i}." for i in range(50)]
+    small = "class Small:\n    def m(self): pass\n    def n(self): pass\n"
+    assert split_units(small) == [small]
+
+
 def small_library(folder: Path, *, functions: int = 40) -> Path:
     (folder / "package/test").mkdir(parents=True)
     (folder / "site-packages").mkdir()
     for name in ("one.py", "package/__init__.py"):
         (folder / name).write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(functions)))
-    for name in ("package/test/no.py", "site-packages/no.py", "_sysconfigdata_x.py", "table.txt"):
+    (folder / "html").mkdir()
+    excluded = ("package/test/no.py", "site-packages/no.py", "_sysconfigdata_x.py", "table.txt", "html/entities.py")
+    for name in excluded:
         (folder / name).write_text("no = 1\n")
     return folder
 
