@@ -1,6 +1,7 @@
 """Whole runs on one rank: resuming, refusing, surviving."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,26 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing_behind(
 def test_a_command_that_failed_does_not_claim_the_folder(tmp_path: Path, corpus: Path) -> None:
     assert main(overrides(tmp_path, corpus, "data.sources=[{path: /nowhere}]")) == 2
     assert main(overrides(tmp_path, corpus, "train.steps=1")) == 0
+
+
+def test_a_disk_that_fills_while_saving_stops_the_run_and_keeps_what_was_saved(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
+    try:
+        assert main(overrides(folder, corpus, "train.steps=2")) == 0
+        (folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - 2**18))
+        assert main(overrides(folder, corpus, "train.steps=4")) == 1
+        assert "No space left on device" in capsys.readouterr().err
+        (folder / "ballast").unlink()
+        assert main(overrides(folder, corpus, "train.steps=4")) == 0
+        assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3, 4]
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def test_cfg_prints_the_effective_config(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
