@@ -307,10 +307,15 @@ class LocalDispatcher:
         return handle.received
 
     def combine(self, rows_RL: Tensor, routing: Routing, handle: LocalDispatch) -> Tensor:
-        rows_TKL = _Collect.apply(rows_RL, handle.slot_TK)
-        dtype = compute_dtype(rows_RL.dtype)
-        weight_T1K = routing.weight_TK.to(dtype).unsqueeze(1)
-        return torch.bmm(weight_T1K, rows_TKL.to(dtype)).squeeze(1).to(rows_RL.dtype)
+        return combine_rows(rows_RL, routing.weight_TK, handle.slot_TK)
+
+
+def combine_rows(rows_SL: Tensor, weight_TK: Tensor, slot_TK: Tensor) -> Tensor:
+    """``sum_k weight[t, k] * rows[slot[t, k]]``, [T, L] in the rows' dtype, summed in fp32 in the order of k.
+
+    Each row is read by at most one (token, choice).
+    """
+    return _Combine.apply(rows_SL, weight_TK, slot_TK)
 
 
 class _Expand(torch.autograd.Function):
@@ -329,18 +334,27 @@ class _Expand(torch.autograd.Function):
         return grad_SL.index_select(0, slot_R).view(ctx.shape).sum(dim=1), None, None
 
 
-class _Collect(torch.autograd.Function):
-    """rows[slot_TK]; backward is a plain copy into the slots, since each is read once."""
+class _Combine(torch.autograd.Function):
+    """One choice at a time, so that no [T, K, L] copy of the rows ever exists; backward likewise."""
 
     @staticmethod
-    def forward(ctx: Any, rows_SL: Tensor, slot_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_TK)
-        ctx.rows = rows_SL.shape[0]
-        return rows_SL.index_select(0, slot_TK.flatten()).view(*slot_TK.shape, rows_SL.shape[1])
+    def forward(ctx: Any, rows_SL: Tensor, weight_TK: Tensor, slot_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_SL, weight_TK, slot_TK)
+        dtype = compute_dtype(rows_SL.dtype)
+        out_TL = rows_SL.new_zeros(slot_TK.shape[0], rows_SL.shape[1], dtype=dtype)
+        for slot_T, weight_T in zip(slot_TK.unbind(1), weight_TK.to(dtype).unbind(1)):
+            out_TL.addcmul_(rows_SL.index_select(0, slot_T).to(dtype), weight_T.unsqueeze(1))
+        return out_TL.to(rows_SL.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TKL: Tensor) -> tuple[Tensor, None]:
-        (slot_TK,) = ctx.saved_tensors
-        grad_SL = grad_TKL.new_zeros(ctx.rows, grad_TKL.shape[-1])
-        return grad_SL.index_copy_(0, slot_TK.flatten(), grad_TKL.flatten(0, 1)), None
+    def backward(ctx: Any, grad_TL: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_SL, weight_TK, slot_TK = ctx.saved_tensors
+        dtype = compute_dtype(rows_SL.dtype)
+        grad_TL = grad_TL.to(dtype)
+        grad_SL = torch.zeros_like(rows_SL)
+        grad_weight_TK = torch.empty_like(weight_TK)
+        for k, (slot_T, weight_T) in enumerate(zip(slot_TK.unbind(1), weight_TK.to(dtype).unbind(1))):
+            grad_SL.index_copy_(0, slot_T, (grad_TL * weight_T.unsqueeze(1)).to(rows_SL.dtype))
+            grad_weight_TK[:, k] = torch.linalg.vecdot(rows_SL.index_select(0, slot_T).to(dtype), grad_TL)
+        return grad_SL, grad_weight_TK, None

@@ -1,7 +1,7 @@
 """SiTU-GLU with a backward of its own: keeps only its two inputs, where autograd would keep seven tensors.
 
-Everything between is computed in place on three buffers: on a CPU the first touch of a fresh buffer costs more than
-the arithmetic on it.
+Works through slices that fit the cache, in place: on a CPU, the first touch of a fresh buffer and the way to memory
+cost more than the arithmetic.
 """
 
 from typing import Any
@@ -10,28 +10,42 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# Elements worked on at once: three fp32 buffers of this size fit a second-level cache.
+SLICE = 2**17
+
 
 class _SituGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         ctx.betas = beta, linear_beta
-        tanh_g, sigmoid, tanh_u = _factors(gate, up, beta, linear_beta)
-        return tanh_g.mul_(sigmoid).mul_(tanh_u).mul_(beta * linear_beta).to(gate.dtype)
+        out = torch.empty_like(gate)
+        for g, u, y in zip(*_slices(gate, up, out)):
+            tanh_g, sigmoid, tanh_u = _factors(g, u, beta, linear_beta)
+            y.copy_(tanh_g.mul_(sigmoid).mul_(tanh_u).mul_(beta * linear_beta))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gate, up = ctx.saved_tensors
         beta, linear_beta = ctx.betas
-        tanh_g, sigmoid, tanh_u = _factors(gate, up, beta, linear_beta)
-        grad = grad.to(tanh_g.dtype)
-        # d/dg [beta tanh(g / beta) s] = s (1 + tanh (beta (1 - s) - tanh))
-        slope = sigmoid.neg().add_(1).mul_(beta).sub_(tanh_g).mul_(tanh_g).add_(1).mul_(sigmoid)
-        grad_gate = slope.mul_(tanh_u).mul_(grad).mul_(linear_beta)
-        # d/du [linear_beta tanh(u / linear_beta)] = 1 - tanh^2
-        grad_up = tanh_u.square_().neg_().add_(1).mul_(tanh_g).mul_(sigmoid).mul_(grad).mul_(beta)
-        return grad_gate.to(gate.dtype), grad_up.to(up.dtype), None, None
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        for g, u, dy, dg, du in zip(*_slices(gate, up, grad.contiguous(), grad_gate, grad_up)):
+            tanh_g, sigmoid, tanh_u = _factors(g, u, beta, linear_beta)
+            # d/dg [beta tanh(g / beta) s] = s (1 + tanh (beta (1 - s) - tanh))
+            slope = sigmoid.neg().add_(1).mul_(beta).sub_(tanh_g).mul_(tanh_g).add_(1).mul_(sigmoid)
+            dg.copy_(slope.mul_(tanh_u).mul_(dy).mul_(linear_beta))
+            # d/du [linear_beta tanh(u / linear_beta)] = 1 - tanh^2
+            du.copy_(tanh_u.square_().neg_().add_(1).mul_(tanh_g).mul_(sigmoid).mul_(dy).mul_(beta))
+        return grad_gate, grad_up, None, None
+
+
+def _slices(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Flat pieces of contiguous tensors of one shape; one piece on an accelerator, where launches are what costs."""
+    size = SLICE if tensors[0].device.type == "cpu" else max(1, tensors[0].numel())
+    return [tensor.view(-1).split(size) for tensor in tensors]
 
 
 def _factors(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> tuple[Tensor, Tensor, Tensor]:

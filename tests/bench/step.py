@@ -28,6 +28,7 @@ from model.layers import Activation, GatedFFN
 from model.loss import chunked_cross_entropy
 from model.moe import MoE
 from model.params import initialize
+from model.precision import set_precision
 from model.stats import ForwardStats
 from parallel.cost import training_flops
 from parallel.mesh import Mesh
@@ -118,39 +119,54 @@ def shares(config: ModelConfig, *, tokens: int, repeats: int) -> Table:
 
 
 def experts_against_dense(*, tokens: int, repeats: int) -> Table:
-    """64 experts, 4 chosen, against one dense feed-forward of the same active operations."""
-    dim, inner = 512, 256
+    """64 experts, 4 chosen, against one dense feed-forward of the same active operations.
+
+    Once as the layer of kimi_k3_small (latent, shared experts), once as routed experts alone at full width.
+    """
     made = table(
-        f"64 experts (top 4) against dense, {tokens} tokens, D={dim}", "precision", "experts", "dense", "ratio"
+        f"64 experts (top 4) against dense, {tokens} tokens", "layer", "precision", "experts", "dense", "ratio"
     )
-    activation = Activation("situ", beta=4.0, linear_beta=25.0)
-    for name, dtype in DTYPES.items():
-        moe = MoE(
-            dim,
-            MoEConfig(experts=64, top_k=4, expert_dim=inner, latent_dim=None, shared_experts=0),
-            activation=activation,
-            norm_eps=1e-5,
-        )
-        dense = GatedFFN(dim, 4 * inner, activation=activation)
-        for module in (moe, dense):
-            initialize(module, seed=0, std=0.02)
-            module.to(dtype)
-        moe.router.bias.data = moe.router.bias.float()
-        x = torch.randn(1, tokens, dim, dtype=dtype, requires_grad=True)
-        seconds = medians(
-            {
-                "experts": lambda moe=moe, x=x: moe(x, stats=None).backward(torch.ones_like(x)),
-                "dense": lambda dense=dense, x=x: dense(x).backward(torch.ones_like(x)),
-            },
-            repeats=repeats,
-        )
-        made.add_row(
-            name,
-            f"{seconds['experts'] * 1e3:.0f} ms",
-            f"{seconds['dense'] * 1e3:.0f} ms",
-            f"{seconds['experts'] / seconds['dense']:.2f}",
-        )
+    small = compose_config(["model=kimi_k3_small"]).model
+    bare = MoEConfig(experts=64, top_k=4, expert_dim=256, latent_dim=None, shared_experts=0)
+    for name, moe_config in (("LatentMoE", small.moe), ("routed alone", bare)):
+        for precision, dtype in DTYPES.items():
+            seconds = medians(expert_pair(small, moe_config, tokens=tokens, dtype=dtype), repeats=repeats)
+            made.add_row(
+                name,
+                precision,
+                f"{seconds['experts'] * 1e3:.0f} ms",
+                f"{seconds['dense'] * 1e3:.0f} ms",
+                f"{seconds['experts'] / seconds['dense']:.2f}",
+            )
     return made
+
+
+def expert_pair(
+    config: ModelConfig, moe_config: MoEConfig, *, tokens: int, dtype: torch.dtype
+) -> dict[str, Callable[[], None]]:
+    """Forward and backward of an expert layer and of the dense layer with as many active operations."""
+    dim = config.hidden_dim
+    activation = Activation("situ", beta=4.0, linear_beta=25.0)
+    moe = MoE(dim, moe_config, activation=activation, norm_eps=1e-5)
+    width = moe_config.latent_dim or dim
+    active = moe_config.top_k * 3 * width * moe_config.expert_dim
+    active += 3 * dim * moe_config.shared_experts * moe_config.expert_dim
+    active += 2 * dim * moe_config.latent_dim if moe_config.latent_dim else 0
+    dense = GatedFFN(dim, active // (3 * dim), activation=activation)
+    for module in (moe, dense):
+        initialize(module, seed=0, std=0.02)
+        set_precision(module, dtype)
+    x = torch.randn(1, tokens, dim, dtype=dtype, requires_grad=True)
+
+    def train(layer: Callable[[torch.Tensor], torch.Tensor], module: torch.nn.Module) -> None:
+        layer(x).backward(torch.ones_like(x))
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+
+    return {
+        "experts": lambda: train(lambda value: moe(value, stats=None), moe),
+        "dense": lambda: train(dense, dense),
+    }
 
 
 def loading(loader: Loader, *, length: int, sequences: int, steps: int) -> Table:
