@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from data.loader import DataConfig
 from model.config import ModelConfig
 from optim.groups import OptimConfig
+from parallel.context.layout import length_error
 from parallel.mesh import ParallelConfig
 from train.checkpoint import CheckpointConfig
 from train.metrics import TrackerConfig
@@ -52,7 +53,7 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
         *config.parallel.errors(world_size),
         *config.model.errors(),
         *config.data.errors(),
-        *config.batch.errors(config.parallel.dp or world_size),
+        *config.batch.errors(config.parallel.resolved_dp(world_size)),
         *config.schedule.errors(),
         *config.optim.errors(),
         *config.train.errors(),
@@ -60,13 +61,20 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
         *config.checkpoint.errors(),
         *config.trackers.errors(),
     ]
-    tp = config.parallel.tp
+    tp, ep, cp = config.parallel.tp, config.parallel.ep, config.parallel.cp
     for name, heads in (("kda", config.model.kda.heads), ("mla", config.model.mla.heads)):
         if tp > 1 and heads % tp:
             found.append(
                 f"model.{name}.heads={heads}: must be divisible by parallel.tp={tp}, which splits heads; "
                 f"use {-(-heads // tp) * tp} heads or another parallel.tp"
             )
+    if ep > 1 and config.model.moe.experts % ep:
+        found.append(
+            f"model.moe.experts={config.model.moe.experts}: must be divisible by parallel.ep={ep}, so that every rank "
+            "holds as many; change one of them"
+        )
+    if cp > 1 and (problem := length_error("batch.length", config.batch.length, cp=cp)) is not None:
+        found.append(problem)
     if config.data.default_corpus and config.data.vocab_size > config.model.vocab_size:
         found.append(
             f"data.vocab_size={config.data.vocab_size}: the default corpus' tokenizer must fit into "

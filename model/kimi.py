@@ -118,6 +118,7 @@ class KimiModel(nn.Module):
         input_ids: Tensor,
         cu_seqlens: Tensor | None = None,
         *,
+        documents: Documents | None = None,
         stats: ForwardStats | None = None,
         caches: Sequence[LayerCache] | None = None,
     ) -> Tensor:
@@ -126,14 +127,16 @@ class KimiModel(nn.Module):
         Args:
             input_ids: int64 [B, T].
             cu_seqlens: int [N + 1] document boundaries over T, with B = 1; None: one document a row.
+            documents: what ``cu_seqlens`` would say, where the caller has described the documents already.
             stats: takes router statistics and attention logits of this pass.
             caches: one per layer when decoding, brought up to date in place (see `model.generate`).
 
         Raises:
             ValueError: malformed ``cu_seqlens``.
         """
-        batch, length = input_ids.shape
-        documents = Documents.of(batch, length, cu_seqlens, input_ids.device)
+        if documents is None:
+            batch, length = input_ids.shape
+            documents = Documents.of(batch, length, cu_seqlens, input_ids.device)
         state = ResidualState(self.embed(input_ids))
         state = self.run_layers(state, 0, len(self.layers), documents=documents, stats=stats, caches=caches)
         return self.norm(read(self.output_mix, state))

@@ -5,7 +5,8 @@ it here and sends it back. No rank needs another's state, and Muon never gathers
 
 State is named, not positioned (``<parameter>/momentum``), and exists for every parameter from the first
 moment, as zeros. So the union over ranks is the same set of names at every data-parallel size, whichever
-parameters have had a gradient, and another size loads it by name.
+parameters have had a gradient, and another size loads it by name. Of an expert-parallel parameter a rank holds, owns
+and updates its slice, whole experts, and the state is a slice alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,9 @@ from optim.groups import OptimConfig, make_groups
 from optim.muon import batch_elements, muon_step, plan_batches
 from optim.qk_clip import QKClipTarget, qk_clip
 from parallel.data import DataParallel
+
+STATE_KINDS = ("momentum", "exp_avg", "exp_avg_sq", "master")
+"""What a parameter may have of state, each of the parameter's shape and cut as it is."""
 
 
 class ShardedOptimizer:

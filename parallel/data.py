@@ -12,10 +12,15 @@ The common ZeRO-1 reduce-scatters every bucket, which cuts matrices at arbitrary
 have to gather each one again before orthogonalising it. Whole matrices to one owner move the same number
 of bytes and need no gather.
 
+Experts that are spread over expert-parallel ranks have fewer copies than the rest: their buckets reduce and
+broadcast over the ranks with the same experts only. All buckets stand in one plan and their collectives in
+one order, whatever their group.
+
 Gradients are summed, in fp32 whatever the parameters' dtype (fp64 for fp64): the loss is already divided by
 the step's global token count, and bf16 sums stop growing at 256 times their smallest term.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,22 +52,38 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of whole parameters of one dtype. ``numel`` counts alignment gaps; ``owner`` is a group rank."""
+    """A run of whole parameters of one dtype and one number of copies.
+
+    numel: elements, alignment gaps included.
+    copies: ranks that hold these parameters.
+    owner: which of them updates these parameters.
+    """
 
     slots: tuple[Slot, ...]
     numel: int
+    copies: int
     owner: int
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Every bucket, in the order in which backward completes them: the order of the reductions."""
+    """Every bucket, in the order in which backward completes them: the order of the reductions.
+
+    Where a bucket has fewer copies than there are ranks, each run of ``ranks / copies`` neighbours holds one copy in
+    parts, and copy ``c`` lies on ranks ``c * ranks / copies`` onwards (`parallel.mesh`: ep inside dense).
+    """
 
     buckets: tuple[Bucket, ...]
+    ranks: int
 
     def owned_by(self, rank: int) -> tuple[str, ...]:
         """Names of the parameters that ``rank`` owns."""
-        return tuple(slot.name for bucket in self.buckets if bucket.owner == rank for slot in bucket.slots)
+        return tuple(
+            slot.name
+            for bucket in self.buckets
+            if bucket.owner == rank * bucket.copies // self.ranks
+            for slot in bucket.slots
+        )
 
 
 def plan_buckets(
@@ -72,12 +93,14 @@ def plan_buckets(
     bucket_bytes: int,
     cost: Mapping[str, float],
     dtypes: Mapping[str, torch.dtype],
+    copies: Mapping[str, int] | None = None,
 ) -> BucketPlan:
     """Cut parameters into buckets and give each bucket an owner.
 
-    Walks the model backwards, filling one open bucket per dtype up to ``bucket_bytes`` (less for a small
-    model, so that there are enough buckets to balance). Owners are then assigned longest first: the most
-    expensive bucket to the least loaded rank, ties to the lowest.
+    Walks the model backwards, filling one open bucket per dtype and number of copies up to ``bucket_bytes``
+    (less for a small model, so that there are enough buckets to balance). Owners are then assigned longest
+    first: the most expensive bucket to the least loaded rank (or run of ranks that hold its parts), ties to
+    the lowest.
 
     Args:
         sizes: elements of each parameter, in the order of the model.
@@ -85,25 +108,35 @@ def plan_buckets(
         bucket_bytes: gradient bytes at which a bucket closes.
         cost: work of updating each parameter, any unit.
         dtypes: dtype of each parameter; a bucket holds one.
+        copies: how many of the ranks hold each parameter, a divisor of ``dp``; None: all do.
     """
-    limit = min(bucket_bytes, GRADIENT_BYTES * sum(sizes.values()) // (dp * BUCKETS_PER_OWNER))
-    closed: list[list[Slot]] = []
-    filling: dict[torch.dtype, list[Slot]] = {}
+    copies = dict.fromkeys(sizes, dp) if copies is None else copies
+    totals: Counter[int] = Counter()
+    for name, size in sizes.items():
+        totals[copies[name]] += size
+    limits = {n: min(bucket_bytes, GRADIENT_BYTES * total // (n * BUCKETS_PER_OWNER)) for n, total in totals.items()}
+    closed: list[tuple[int, list[Slot]]] = []
+    filling: dict[tuple[int, torch.dtype], list[Slot]] = {}
     for name in reversed(list(sizes)):
-        slots = filling.setdefault(dtypes[name], [])
+        kind = copies[name], dtypes[name]
+        slots = filling.setdefault(kind, [])
         slots.append(Slot(name, _end(slots), sizes[name]))
-        if GRADIENT_BYTES * _end(slots) >= limit:
-            closed.append(filling.pop(dtypes[name]))
-    closed.extend(filling.values())
+        if GRADIENT_BYTES * _end(slots) >= limits[copies[name]]:
+            closed.append((copies[name], filling.pop(kind)))
+    closed.extend((held, slots) for (held, _), slots in filling.items())
 
-    costs = [sum(cost[slot.name] for slot in slots) for slots in closed]
+    costs = [sum(cost[slot.name] for slot in slots) for _, slots in closed]
     load = [0.0] * dp
     owners = [0] * len(closed)
     for index in sorted(range(len(closed)), key=lambda i: -costs[i]):
-        owners[index] = load.index(min(load))
-        load[owners[index]] += costs[index]
+        width = dp // closed[index][0]
+        loads = [max(load[first : first + width]) for first in range(0, dp, width)]
+        owners[index] = owner = loads.index(min(loads))
+        for rank in range(owner * width, (owner + 1) * width):
+            load[rank] += costs[index]
     return BucketPlan(
-        tuple(Bucket(tuple(slots), _end(slots), owner) for slots, owner in zip(closed, owners, strict=True))
+        tuple(Bucket(tuple(slots), _end(slots), held, owner) for (held, slots), owner in zip(closed, owners)),
+        ranks=dp,
     )
 
 
@@ -134,7 +167,9 @@ class DataParallel:
     Args:
         params: trainable parameters in the order of the model, each once, all on one device, with equal
             values on every rank.
-        group: data-parallel process group, or None for one process.
+        group: process group of all ranks that train these parameters, or None for one process.
+        groups: by name, the group of the ranks that hold a parameter's copies (for experts fewer than
+            ``group``, see `BucketPlan`); None: ``group`` holds every parameter.
         bucket_bytes: gradient bytes at which a bucket closes.
         cost: work of updating each parameter, to balance the owners; None counts elements.
     """
@@ -144,6 +179,7 @@ class DataParallel:
         params: Mapping[str, nn.Parameter],
         *,
         group: ProcessGroup | None,
+        groups: Mapping[str, ProcessGroup | None] | None = None,
         bucket_bytes: int = 32 * 2**20,
         cost: Mapping[str, float] | None = None,
     ) -> None:
@@ -151,8 +187,9 @@ class DataParallel:
         assert all(param.requires_grad for param in params.values()), "leave frozen parameters out"
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.size = _size(group)
         self.device = next((param.device for param in params.values()), torch.device("cpu"))
+        groups = dict.fromkeys(params, group) if groups is None else groups
         sizes = {name: param.numel() for name, param in params.items()}
         self.plan = plan_buckets(
             sizes,
@@ -160,8 +197,13 @@ class DataParallel:
             bucket_bytes=bucket_bytes,
             cost=sizes if cost is None else cost,
             dtypes={name: param.dtype for name, param in params.items()},
+            copies={name: _size(groups[name]) for name in params},
         )
         self.owned_names = self.plan.owned_by(self.rank)
+        self._groups = [groups[bucket.slots[0].name] for bucket in self.plan.buckets]
+        for bucket, held_by in zip(self.plan.buckets, self._groups):
+            copy = 0 if held_by is None else dist.get_rank(held_by)
+            assert copy == self.rank * bucket.copies // self.size, "copies do not lie as the plan says"
         self._weights: list[Tensor] = []
         self._sums: list[Tensor] = []
         self._gradients: dict[str, Tensor] = {}
@@ -229,10 +271,10 @@ class DataParallel:
     def _launch_next(self) -> None:
         index = self._launched
         self._launched += 1
-        if self.size == 1:
+        bucket = self.plan.buckets[index]
+        if bucket.copies == 1:
             return
-        owner = self.plan.buckets[index].owner
-        work = dist.reduce(self._sums[index], group_dst=owner, group=self.group, async_op=True)
+        work = dist.reduce(self._sums[index], group_dst=bucket.owner, group=self._groups[index], async_op=True)
         self._works.append(work)
 
     def finish(self) -> None:
@@ -247,7 +289,7 @@ class DataParallel:
         self._works.clear()
 
     def owned_gradients(self) -> dict[str, Tensor]:
-        """Gradient sums over all ranks of the parameters this rank owns, after `finish`.
+        """Gradient sums over all copies of the parameters this rank owns, after `finish`.
 
         Returns:
             fp32 (fp64 for fp64 parameters) views into the buckets, in parameter shape; valid until
@@ -256,10 +298,13 @@ class DataParallel:
         return {name: self._gradients[name] for name in self.owned_names}
 
     def broadcast_parameters(self) -> None:
-        """Send every bucket's parameters from its owner to all ranks, and wait."""
-        if self.size == 1:
-            return
-        for bucket, weights in zip(self.plan.buckets, self._weights, strict=True):
-            work = dist.broadcast(weights, group_src=bucket.owner, group=self.group, async_op=True)
-            self._works.append(work)
+        """Send every bucket's parameters from its owner to all ranks that hold them, and wait."""
+        for bucket, group, weights in zip(self.plan.buckets, self._groups, self._weights, strict=True):
+            if bucket.copies > 1:
+                work = dist.broadcast(weights, group_src=bucket.owner, group=group, async_op=True)
+                self._works.append(work)
         self._wait()
+
+
+def _size(group: ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)

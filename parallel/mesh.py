@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 # Axes whose code has not landed yet; a config that asks for one is refused.
-_UNAVAILABLE = ("tp", "pp", "vpp", "ep", "cp")
+_UNAVAILABLE = ("tp", "pp", "vpp")
 
 
 @dataclass
@@ -44,7 +44,7 @@ class ParallelConfig:
             world_size: ranks that were launched.
         """
         found = [
-            f"parallel.{axis}={getattr(self, axis)}: only data parallel is available in this version; "
+            f"parallel.{axis}={getattr(self, axis)}: only dp, ep and cp are available in this version; "
             f"set parallel.{axis}=1"
             for axis in _UNAVAILABLE
             if getattr(self, axis) != 1
@@ -155,14 +155,18 @@ def make_mesh(config: ParallelConfig, world_size: int) -> Mesh:
     lines = axis_lines(
         world_size, pp=config.pp, dp=config.resolved_dp(world_size), cp=config.cp, tp=config.tp, ep=config.ep
     )
-    made: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
+    made: dict[tuple[int, ...], ProcessGroup | None] = {(False, *range(world_size)): dist.group.WORLD}
     axes = {}
     traffic = Traffic()
     for name, groups in lines.items():
         for members in groups:
             # Every rank makes every group, in one order: that is how new_group pairs them.
-            if len(members) > 1 and tuple(members) not in made:
-                made[tuple(members)] = dist.new_group(members)
-            if me in members and len(members) > 1:
-                axes[name] = Axis(name, made[tuple(members)], members.index(me), len(members), traffic)
+            if len(members) == 1:
+                continue
+            # ep has a communicator of its own: its exchanges run between asynchronous reductions of the others.
+            key = (name == "ep", *members)
+            if key not in made:
+                made[key] = dist.new_group(members)
+            if me in members:
+                axes[name] = Axis(name, made[key], members.index(me), len(members), traffic)
     return Mesh(**axes)

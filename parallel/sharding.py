@@ -1,15 +1,32 @@
 """ShardSpec: what part of a parameter a rank holds, and over which axes its gradient is summed.
 
 Initialisation, gradient finalisation, the norm, the checkpoint and the dry run all read this one description, so
-they cannot disagree about what is whole, what is a slice and what is a copy.
+they cannot disagree about what is whole, what is a slice and what is a copy. `parallel.shard_table` says it by name.
 """
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from model.params import INITIALISERS, named_roles, seed_from_name
 from parallel.mesh import Axis, Mesh
+from parallel.shard_table import SHARD_TABLE
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """What one rank holds of a global tensor: the rectangle ``local`` at ``offsets`` in ``shape``."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, x: Tensor) -> "TensorSlice":
+        """All of ``x``."""
+        return cls(x, tuple(x.shape), (0,) * x.dim())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +66,12 @@ class ShardSpec:
         assert tuple(whole.shape) == self.shape, (whole.shape, self.shape)
         return whole[self.slices(mesh)].clone(memory_format=torch.contiguous_format)
 
+    def place(self, local: Tensor, mesh: Mesh) -> TensorSlice:
+        """This rank's slice, with where it belongs."""
+        parts = self.slices(mesh)
+        assert tuple(local.shape) == self.local_shape(mesh), (local.shape, self, mesh)
+        return TensorSlice(local, self.shape, tuple(part.start for part in parts))
+
     def counted_here(self, mesh: Mesh) -> bool:
         """Whether this rank's copy counts in sums over the mesh (a norm): copies along unsharded model axes
         count once, on rank 0 of that axis."""
@@ -61,3 +84,46 @@ def axis_of(mesh: Mesh, name: str) -> Axis:
     axis = getattr(mesh, name)
     assert isinstance(axis, Axis)
     return axis
+
+
+def parameter_specs(model: nn.Module, *, mesh: Mesh) -> dict[str, ShardSpec]:
+    """Layout of every parameter of ``model``, in the order of ``named_parameters``.
+
+    Args:
+        model: its parameters are this rank's slices; any device.
+        mesh: over which they are cut; ``Mesh()`` for a whole model.
+    """
+    return {name: _spec(name, tuple(param.shape), mesh) for name, param in model.named_parameters()}
+
+
+def _spec(name: str, local_shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
+    layout = next(row for row in SHARD_TABLE if fnmatchcase(name, row.pattern))
+    shape = list(local_shape)
+    for dim, axis in layout.shards:
+        shape[dim] *= axis_of(mesh, axis).size
+    return ShardSpec(shape=tuple(shape), shards=layout.shards, owners=layout.owners, partial=layout.partial)
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, *, mesh: Mesh, seed: int, std: float) -> None:
+    """Give a whole model on the meta device this rank's slices of its first weights, in place, on the CPU in fp32.
+
+    Each value is drawn by name over the global shape and then cut, so it is what `model.params.initialize` draws on
+    one rank, whatever the mesh. Buffers become zeros.
+
+    Args:
+        model: built on the meta device, so that the whole model never exists; only one whole parameter at a time does.
+        mesh: this rank's place.
+        seed, std: as for `model.params.initialize`.
+    """
+    roles = named_roles(model)
+    specs = parameter_specs(model, mesh=Mesh())
+    for prefix, module in model.named_modules():
+        for local in [local for local, _ in module.named_parameters(recurse=False)]:
+            name = f"{prefix}.{local}" if prefix else local
+            whole = torch.empty(specs[name].shape, dtype=torch.float32)
+            INITIALISERS[roles[name].init](whole, torch.Generator().manual_seed(seed_from_name(seed, name)), std)
+            value = specs[name].take(whole, mesh) if specs[name].shards else whole
+            setattr(module, local, nn.Parameter(value))
+        for local, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, local, torch.zeros_like(buffer, device="cpu"))

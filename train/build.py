@@ -11,14 +11,17 @@ from data.loader import DataConfig, DataPosition, Loader, open_loader
 from model.config import ModelConfig
 from model.kimi import KimiModel
 from model.mla import MLA
-from model.params import initialize, named_roles
+from model.params import named_roles
 from model.precision import set_precision
-from optim.distributed import ShardedOptimizer
+from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
+from parallel.context import install_context
 from parallel.cost import training_flops
 from parallel.data import DataParallel
+from parallel.expert.dispatch import use_expert_parallel
 from parallel.mesh import Mesh
+from parallel.sharding import TensorSlice, axis_of, materialize, parameter_specs
 from train.checkpoint import CheckpointConfig, CheckpointStore
 from train.metrics import TrackerConfig, TrackerSet, load_run_id, make_trackers
 from train.phases import BatchConfig, ScheduleConfig
@@ -90,11 +93,30 @@ class Run:
     facts: dict[str, Any]
 
 
-def build_model(config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> KimiModel:
-    """A model with its first weights, drawn in fp32 and then cast: bf16 masters start from what bf16 holds."""
-    model = KimiModel(config)
-    initialize(model, seed=seed, std=config.init_std)
+def build_model(
+    config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device, mesh: Mesh | None = None
+) -> KimiModel:
+    """A model with its first weights, drawn in fp32 and then cast: bf16 masters start from what bf16 holds.
+
+    Args:
+        mesh: this rank's place; the model holds this rank's slices and exchanges tokens over ep. None: one rank.
+
+    Raises:
+        ValueError: the experts cannot be spread evenly.
+    """
+    mesh = Mesh() if mesh is None else mesh
+    if config.moe_layers and config.moe.experts % mesh.ep.size:
+        raise ValueError(
+            f"parallel.ep={mesh.ep.size}: must divide model.moe.experts={config.moe.experts}, so that every rank holds "
+            "as many; use a divisor of it"
+        )
+    with torch.device("meta"):
+        model = KimiModel(config)
+    materialize(model, mesh=mesh, seed=seed, std=config.init_std)
     set_precision(model, dtype)
+    if mesh.ep.size > 1:
+        use_expert_parallel(model, axis=mesh.ep)
+    install_context(model, mesh.cp)
     return model.to(device)
 
 
@@ -121,9 +143,11 @@ def build_optimizer(model: KimiModel, config: OptimConfig, *, mesh: Mesh) -> tup
     params = dict(model.named_parameters())
     roles = named_roles(model)
     groups = make_groups(params, roles=roles, config=config)
+    specs = parameter_specs(model, mesh=mesh)
     dp = DataParallel(
         params,
-        group=mesh.dp.group,
+        group=mesh.dense.group,
+        groups={name: axis_of(mesh, spec.owners).group for name, spec in specs.items()},
         bucket_bytes=int(config.bucket_mb * 2**20),
         cost={name: group.cost for name, group in groups.items()},
     )
@@ -162,18 +186,18 @@ def build_run(
     folder = Path(settings.dir)
     loader = open_loader(data, cache=Path(settings.cache), vocab_size=model_config.vocab_size, seed=settings.seed)
     dtype = DTYPES[train.precision]
-    model = build_model(model_config, seed=settings.seed, dtype=dtype, device=device)
+    model = build_model(model_config, seed=settings.seed, dtype=dtype, device=device, mesh=mesh)
     dp, optimizer = build_optimizer(model, optim, mesh=mesh)
     store = CheckpointStore(
         folder / CHECKPOINTS,
-        rank=mesh.dp.rank,
-        ranks=mesh.dp.size,
-        group=mesh.dp.group,
+        rank=mesh.world.rank,
+        ranks=mesh.world.size,
+        group=mesh.world.group,
         keep=checkpoint.keep,
         asynchronous=checkpoint.asynchronous,
     )
     progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
-    peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.dp.group)
+    peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.world.group)
     total, active = model_config.count_parameters()
     return Run(
         folder=folder,
@@ -188,10 +212,10 @@ def build_run(
         trackers=make_trackers(
             trackers,
             run_dir=folder,
-            run_id=load_run_id(folder) if mesh.dp.rank == 0 else "",
+            run_id=load_run_id(folder) if mesh.world.rank == 0 else "",
             config_dict=config_dict,
             resume_step=progress.step,
-            rank=mesh.dp.rank,
+            rank=mesh.world.rank,
         ),
         throughput=Throughput(flops_per_token=training_flops(model_config, length=batch.length), peak=peak),
         batch=batch,
@@ -208,7 +232,7 @@ def build_run(
             "unigram_entropy": loader.unigram_entropy(),
             "training_tokens": loader.num_tokens(),
             "matmul_flops_per_second": peak,
-            "ranks": mesh.dp.size,
+            "ranks": mesh.world.size,
             "device": str(device),
             "precision": train.precision,
         },
@@ -217,30 +241,41 @@ def build_run(
 
 def checkpoint_tensors(
     model: KimiModel, *, dp: DataParallel, optimizer: ShardedOptimizer, mesh: Mesh
-) -> dict[str, torch.Tensor]:
+) -> dict[str, TensorSlice]:
     """What this rank saves, under globally unique names: what it owns, and rank 0 the router biases.
 
     ``model/<parameter>``, ``model/<buffer>``, ``optim/<state>`` and ``rng/<rank>/cpu``.
     """
     params = dict(model.named_parameters())
     tensors = {f"model/{name}": params[name].detach() for name in dp.owned_names}
-    if mesh.dp.rank == 0:
+    if mesh.world.rank == 0:
         tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     tensors |= {f"optim/{name}": value for name, value in optimizer.state_dict().items()}
-    return tensors | {f"rng/{mesh.dp.rank}/cpu": torch.get_rng_state()}
+    tensors |= {f"rng/{mesh.world.rank}/cpu": torch.get_rng_state()}
+    return place_tensors(tensors, model=model, mesh=mesh)
+
+
+def place_tensors(tensors: dict[str, torch.Tensor], *, model: KimiModel, mesh: Mesh) -> dict[str, TensorSlice]:
+    """Each of a checkpoint's tensors with its place in the global one: a parameter and its state lie alike."""
+    placed = {name: TensorSlice.whole(tensor) for name, tensor in tensors.items()}
+    for name, spec in parameter_specs(model, mesh=mesh).items():
+        for key in (f"model/{name}", *(f"optim/{name}/{kind}" for kind in STATE_KINDS)):
+            if key in tensors:
+                placed[key] = spec.place(tensors[key], mesh)
+    return placed
 
 
 def resume(
     store: CheckpointStore, model: KimiModel, *, dp: DataParallel, optimizer: ShardedOptimizer, mesh: Mesh
 ) -> Progress | None:
-    """Load the newest verified checkpoint, whatever the number of ranks that saved it; None if there is none.
+    """Load the newest verified checkpoint, whatever the mesh that saved it; None if there is none.
 
     A rank that had no counterpart when saving keeps its freshly seeded random state.
     """
     step = store.latest()
     if step is None:
         return None
-    rng_name = f"rng/{mesh.dp.rank}/cpu"
+    rng_name = f"rng/{mesh.world.rank}/cpu"
     wanted = {f"model/{name}": param.detach() for name, param in model.named_parameters()}
     wanted |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     optimizer_state = {
@@ -250,7 +285,7 @@ def resume(
     rng = torch.get_rng_state()
     if rng_name in store.names(step):
         wanted[rng_name] = rng
-    state = store.load(step, tensors=wanted, ignore=("rng/",))
+    state = store.load(step, tensors=place_tensors(wanted, model=model, mesh=mesh), ignore=("rng/",))
     optimizer.load_state_dict(optimizer_state)
     torch.set_rng_state(rng)
     return Progress.from_state(state)

@@ -5,8 +5,9 @@
                         publishes, prunes                                   (`train/staging.py`)
 
 A tensor is stored once under a globally unique name, whichever rank holds it, so a later run with other
-ranks, or another mesh, asks for the names it needs. A name held by several ranks is replicated: one of
-them writes it. What is not a tensor (token clock, data position, counters) is one JSON file.
+ranks, or another mesh, asks for the names it needs. A rank may hold a slice of it, and ask for another: the
+file knows the tensor as a whole. What several ranks hold alike is replicated: one of them writes it. What is
+not a tensor (token clock, data position, counters) is one JSON file.
 
 Saving is asynchronous by default: the tensors are copied before `save` returns, so later updates cannot
 leak into the file, and the thread's collectives run on a process group of their own, so they cannot
@@ -21,9 +22,9 @@ import logging
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,10 +34,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from parallel.sharding import TensorSlice
 from train import staging
 from train.staging import Candidate, CheckpointError, FileEntry
 
@@ -97,6 +112,55 @@ class _Writer(dcp.FileSystemWriter):
             raise _root_cause(error) from None
 
 
+class _SlicePlanner(dcp.DefaultSavePlanner):
+    """Plans the writing of slices: each is one chunk of its global tensor."""
+
+    def __init__(self, slices: Mapping[str, TensorSlice]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._slices = slices
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(name, part) for name, part in self._slices.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._slices[index.fqn].local
+
+
+class _SliceReader(dcp.DefaultLoadPlanner):
+    """Plans the reading of slices from whatever chunks were written."""
+
+    def __init__(self, slices: Mapping[str, TensorSlice]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._slices = slices
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        items = []
+        for name, part in self._slices.items():
+            saved = stored[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, [_chunk(part)])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._slices[index.fqn].local
+
+
+def _chunk(part: TensorSlice) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=part.local.shape)
+
+
+def _write_item(name: str, part: TensorSlice) -> WriteItem:
+    properties = TensorProperties.create_from_tensor(part.local)
+    return WriteItem(
+        index=MetadataIndex(name, part.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk=_chunk(part), properties=properties, size=torch.Size(part.shape)),
+    )
+
+
 class CheckpointStore:
     """The checkpoints under one folder. Methods marked *collective* are called by all ranks alike."""
 
@@ -133,7 +197,7 @@ class CheckpointStore:
         self._pending: Future[None] | None = None
         self._verified: Candidate | None = None
 
-    def save(self, step: int, *, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def save(self, step: int, *, tensors: Mapping[str, Tensor | TensorSlice], state: dict[str, Any]) -> None:
         """Save ``step`` (steps done so far). Collective.
 
         Waits for the previous save, copies the tensors, and returns while they are being written, or
@@ -141,8 +205,8 @@ class CheckpointStore:
 
         Args:
             step: names the checkpoint; the last step whose update is in ``tensors``.
-            tensors: this rank's tensors by globally unique name; the same name on several ranks is one
-                replicated tensor, equal on all of them. Any device, dtype and strides.
+            tensors: this rank's tensors, or slices of them, by globally unique name; what several ranks give
+                of one name is equal where it overlaps. Any device, dtype and strides.
             state: JSON-able and equal on all ranks (rank 0's is written); tuples come back as lists.
 
         Raises:
@@ -151,7 +215,7 @@ class CheckpointStore:
         """
         self.wait()
         text = json.dumps(state, indent=1) + "\n"
-        snapshot = {name: _copy_to_cpu(tensor) for name, tensor in tensors.items()}
+        snapshot = {name: _copy_to_cpu(_as_slice(tensor)) for name, tensor in tensors.items()}
         if self._executor is None:
             self._write(step, snapshot, text)
         else:
@@ -198,14 +262,17 @@ class CheckpointStore:
         self.wait()
         return _read_names(self._find(step))
 
-    def load(self, step: int, *, tensors: dict[str, Tensor], ignore: tuple[str, ...] = ()) -> dict[str, Any]:
+    def load(
+        self, step: int, *, tensors: Mapping[str, Tensor | TensorSlice], ignore: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
         """Fill ``tensors`` in place from the checkpoint of ``step`` and return its state. Collective.
 
         Any rank may ask for any name, so the ranks that load need not be those that saved.
 
         Args:
             step: as given to `save`; its files are verified first unless `latest` has just done so.
-            tensors: what this rank wants, by name; shapes and dtypes must be the saved ones.
+            tensors: what this rank wants, by name, whole or a slice; global shapes and dtypes must be the saved
+                ones.
             ignore: prefixes of names that may be in the checkpoint without any rank asking for them.
 
         Raises:
@@ -215,7 +282,8 @@ class CheckpointStore:
         """
         self.wait()
         folder = self._find(step)
-        wanted = {name: _describe(tensor) for name, tensor in tensors.items()}
+        slices = {name: _as_slice(tensor) for name, tensor in tensors.items()}
+        wanted = {name: _describe(part) for name, part in slices.items()}
         saved = _read_names(folder)
         asked = set().union(*self._phase("load", folder, lambda: _check(folder, saved, wanted)))
         unasked = [name for name in saved if name not in asked and not name.startswith(ignore)]
@@ -224,7 +292,7 @@ class CheckpointStore:
                 f"checkpoint {folder}: holds tensors that nothing asks for: {_join(unasked)}; load into the "
                 f"model and optimizer that were saved, or ignore them by prefix"
             )
-        self._phase("load", folder, lambda: _read_tensors(folder, tensors))
+        self._phase("load", folder, lambda: _read_tensors(folder, slices))
         return json.loads((folder / STATE).read_text("utf-8"))
 
     def _find(self, step: int) -> Path:
@@ -235,7 +303,7 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint of step {step}: not found in {self._root}; choose a step that is there")
         return found.folder
 
-    def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
+    def _write(self, step: int, tensors: dict[str, TensorSlice], state: str) -> None:
         """One whole save, in the writer thread. Its phases are the points where the ranks agree."""
         token = self._exchange(secrets.token_hex(4))[0]
         staged = self._root / staging.staging_name(step, token)
@@ -251,19 +319,20 @@ class CheckpointStore:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
 
-    def _begin(self, staged: Path, tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
+    def _begin(self, staged: Path, tensors: dict[str, TensorSlice]) -> dict[str, SavedTensor]:
         if self._rank == 0:
             self._root.mkdir(parents=True, exist_ok=True)
             staging.remove_abandoned(self._root)
             staged.mkdir()
         return {name: _describe(tensor) for name, tensor in tensors.items()}
 
-    def _write_tensors(self, staged: Path, tensors: dict[str, Tensor]) -> None:
+    def _write_tensors(self, staged: Path, tensors: dict[str, TensorSlice]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
-                tensors,
+                {name: part.local for name, part in tensors.items()},
                 storage_writer=_Writer(staged, sync_files=True),
+                planner=_SlicePlanner(tensors),
                 process_group=self._group,
                 no_dist=self._ranks == 1,
             )
@@ -316,12 +385,17 @@ class CheckpointStore:
         return self._phase("read", self._root, lambda: action() if self._rank == 0 else None)[0]
 
 
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def _as_slice(tensor: Tensor | TensorSlice) -> TensorSlice:
+    part = tensor if isinstance(tensor, TensorSlice) else TensorSlice.whole(tensor)
+    return replace(part, local=part.local.detach())
 
 
-def _describe(tensor: Tensor) -> SavedTensor:
-    return SavedTensor(shape=tuple(tensor.shape), dtype=tensor.dtype)
+def _copy_to_cpu(part: TensorSlice) -> TensorSlice:
+    return replace(part, local=part.local.to("cpu", copy=True, memory_format=torch.contiguous_format))
+
+
+def _describe(part: TensorSlice) -> SavedTensor:
+    return SavedTensor(shape=part.shape, dtype=part.local.dtype)
 
 
 def _describe_files(folder: Path, pattern: str) -> dict[str, FileEntry]:
@@ -342,7 +416,7 @@ def _check_replicas(described: list[dict[str, SavedTensor]]) -> None:
             if first.setdefault(name, tensor) != tensor:
                 raise CheckpointError(
                     f"tensor {name}: {first[name]} on one rank and {tensor} on rank {rank}; the same name "
-                    f"means the same tensor, give parts of a tensor names of their own"
+                    f"means the same tensor, give a part of a tensor as a TensorSlice"
                 )
 
 
@@ -372,13 +446,14 @@ def _read_names(folder: Path) -> dict[str, SavedTensor]:
     }
 
 
-def _read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+def _read_tensors(folder: Path, tensors: Mapping[str, TensorSlice]) -> None:
     """Fill ``tensors`` in place. Each rank reads what it asked for; no rank waits for another."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(
-            {name: tensor.detach() for name, tensor in tensors.items()},
+            {name: part.local for name, part in tensors.items()},
             storage_reader=dcp.FileSystemReader(folder),
+            planner=_SliceReader(tensors),
             no_dist=True,
         )
 

@@ -9,6 +9,7 @@ from data.loader import Microbatch
 from model.generate import generate
 from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
+from parallel.context.layout import slice_tokens
 from parallel.mesh import Mesh
 
 
@@ -18,19 +19,20 @@ def validation_loss(model: KimiModel, batches: Sequence[Microbatch], *, mesh: Me
 
     Args:
         model: counts nothing and moves no bias, because it is given no statistics to write to.
-        batches: this rank's share of the validation split.
+        batches: this rank's share of the validation split; the ranks of a cp group have the same ones, uncut.
         mesh: for the sum over ranks.
         chunk: tokens whose logits exist at once.
     """
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
-        hidden = model.hidden(batch.input_ids.to(device), batch.cu_seqlens)
-        labels = batch.labels.to(device)
+        ids, labels = batch.input_ids.to(device), batch.labels.to(device)
+        ids, labels, documents = slice_tokens(ids, labels, batch.cu_seqlens, axis=mesh.cp)
+        hidden = model.hidden(ids, documents=documents)
         sums[0] += chunked_cross_entropy(hidden, model.head.weight, labels, chunk=chunk)
         sums[1] += (labels != IGNORE_INDEX).sum()
-    if mesh.dp.group is not None:
-        dist.all_reduce(sums, group=mesh.dp.group)
+    if mesh.dense.group is not None:
+        dist.all_reduce(sums, group=mesh.dense.group)
     total, count = sums.tolist()
     return total / max(count, 1)
 

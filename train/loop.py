@@ -34,7 +34,7 @@ def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> 
             run.trackers.log(metrics)
             if on_step is not None:
                 on_step(metrics)
-            if metrics.validation_loss is not None and run.mesh.dp.rank == 0:
+            if metrics.validation_loss is not None and run.mesh.world.rank == 0:
                 write_report(run.folder)
             check_health(run)
             if due(run.checkpoint.every, run.progress.step) or run.progress.step == run.train.steps:
@@ -85,8 +85,8 @@ def steps(run: Run) -> Iterator[StepMetrics]:
                 validation_loss=validation,
                 sample=sample,
             ),
-            group=run.mesh.dp.group,
-            ranks=run.mesh.dp.size,
+            group=run.mesh.world.group,
+            ranks=run.mesh.world.size,
         )
 
 
@@ -122,7 +122,7 @@ def worst_imbalance(result: StepResult) -> float | None:
 
 
 def evaluate(run: Run) -> tuple[float, str | None]:
-    """(validation loss, text sample of rank 0) of the model as it is now."""
+    """(validation loss, text sample) of the model as it is now; equal on all ranks."""
     batches = run.loader.validation_batches(
         length=run.batch.length,
         microbatch=run.batch.microbatch,
@@ -131,8 +131,9 @@ def evaluate(run: Run) -> tuple[float, str | None]:
         ranks=run.mesh.dp.size,
     )
     loss = validation_loss(run.model, batches, mesh=run.mesh, chunk=run.train.loss_chunk)
-    if run.mesh.dp.rank != 0 or not run.evaluate.sample_tokens:
+    if not run.evaluate.sample_tokens:
         return loss, None
+    # On every rank, alike: with experts spread over ranks, one alone could not decode.
     text = sample_text(
         run.model,
         run.loader.encode_prompt(run.evaluate.prompt),

@@ -20,9 +20,10 @@ from model.moe import MoE
 from model.router import bias_from_histogram, bias_from_load
 from model.stats import ForwardStats
 from optim.distributed import ShardedOptimizer
+from parallel.context.layout import slice_tokens
 from parallel.data import DataParallel
 from parallel.grads import finalize
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,15 @@ class Stepper:
         """Consume one step's microbatches of this rank and update the model.
 
         Args:
-            microbatches: at least one; every rank calls with its own.
+            microbatches: at least one; every rank calls with its own, the ranks of a cp group with the same ones,
+                uncut.
             lr: learning rate of this step.
         """
         tracks_logits = bool(self.optimizer.qk_targets)
         stats = ForwardStats(self.model.config, device=self.device, max_logits=tracks_logits)
-        labels = int(self._sum(torch.tensor(sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches))))
+        count = torch.tensor(sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches))
+        # Of uncut microbatches, which all cp ranks have.
+        labels = int(self._sum(count, self.mesh.dp))
         self.dp.zero_gradients()
         total = torch.zeros((), dtype=torch.float64)
         for index, microbatch in enumerate(microbatches):
@@ -81,7 +85,7 @@ class Stepper:
                 total += self._backward(microbatch, labels, stats)
         self.dp.finish()
         # Every rank must see the same verdict, so the loss is reduced before it is judged.
-        loss = float(self._sum(total)) / max(labels, 1)
+        loss = float(self._sum(total, self.mesh.dense)) / max(labels, 1)
         self._reduce(stats)
         report = finalize(self.dp, clip_norm=self.optimizer.config.clip_norm)
         skipped = not (report.finite and math.isfinite(loss))
@@ -97,29 +101,31 @@ class Stepper:
         return StepResult(loss, report.norm, skipped, labels, stats.load.cpu(), max_logit)
 
     def _backward(self, microbatch: Microbatch, labels: int, stats: ForwardStats) -> Tensor:
-        """Add the microbatch's gradients; returns the sum of its losses (fp64, on the host)."""
-        hidden = self.model.hidden(microbatch.input_ids.to(self.device), microbatch.cu_seqlens, stats=stats)
-        targets = microbatch.labels.to(self.device)
+        """Add the gradients of the rank's slice of a microbatch; returns its sum of losses (fp64, on the host)."""
+        ids, targets = microbatch.input_ids.to(self.device), microbatch.labels.to(self.device)
+        ids, targets, documents = slice_tokens(ids, targets, microbatch.cu_seqlens, axis=self.mesh.cp)
+        hidden = self.model.hidden(ids, documents=documents, stats=stats)
         loss = chunked_cross_entropy(hidden, self.model.head.weight, targets, chunk=self.loss_chunk)
         (loss / max(labels, 1)).backward()
         return loss.detach().double().cpu()
 
-    def _sum(self, value: Tensor) -> int | float:
-        """Sum of a host scalar over the data-parallel ranks."""
+    def _sum(self, value: Tensor, axis: Axis) -> int | float:
+        """Sum of a host scalar over the ranks of ``axis``."""
         value = value.to(self.device)
-        if self.mesh.dp.group is not None:
-            dist.all_reduce(value, group=self.mesh.dp.group)
+        if axis.group is not None:
+            dist.all_reduce(value, group=axis.group)
         return value.item()
 
     def _reduce(self, stats: ForwardStats) -> None:
         """Counts are summed and logits maximised over the ranks, once a step, all layers together."""
-        if self.mesh.dp.group is None:
+        group = self.mesh.dense.group
+        if group is None:
             return
         for counts in (stats.load, stats.histogram):
             if counts.numel():
-                dist.all_reduce(counts, group=self.mesh.dp.group)
+                dist.all_reduce(counts, group=group)
         if stats.max_logit.numel():
-            dist.all_reduce(stats.max_logit, op=dist.ReduceOp.MAX, group=self.mesh.dp.group)
+            dist.all_reduce(stats.max_logit, op=dist.ReduceOp.MAX, group=group)
 
 
 @torch.no_grad()

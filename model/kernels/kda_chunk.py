@@ -4,11 +4,11 @@ Inside a chunk of C tokens that starts from the state S, with Gamma_i the decay 
 i (technical report 2.1.1, rearranged):
 
     P = Tril[(Gamma Q)(K / Gamma)^T]         L = StrictTril[(Gamma K)(K / Gamma)^T]
-    M = (I + Diag(beta) L)^-1 Diag(beta)     N = M (V - (Gamma K) S)          what is written, [C, V]
-    O = (Gamma Q) S + P N                    S' = Diag(Gamma_C) S + (K Gamma_C / Gamma)^T N
+    E = (I + L Diag(beta))^-1 (V - (Gamma K) S)                                   errors to correct, [C, V]
+    O = (Gamma Q) S + P Diag(beta) E         S' = Diag(Gamma_C) S + (K Gamma_C / Gamma)^T Diag(beta) E
 
-Everything without S, and everything after S is known, is batched over all chunks and heads. Only
-``N = M V - M (Gamma K) S`` and ``S'`` run in order: two products per chunk.
+Everything without S, and everything after S is known, is batched over all chunks and heads. Only the part of S
+in E, and S', run in order: two products per chunk.
 
 **Decay without overflow.** 1/Gamma overflows, so it never appears. The lower triangle is cut as a binary
 tree: blocks of 2, 4, ... C tokens, each contributing the square of its right half (rows) against its left
@@ -23,19 +23,23 @@ half (columns), with the decay taken relative to the block's middle:
         6    4 4 4 4 2 2            cancels, so any gate down to -inf is exact; and a row depends on its
         7    4 4 4 4 2 2 1          own past only, so outputs are causal to the bit.
 
-The triangular inverse is built on the same tree (the block formula for [[A, 0], [B, D]]), which is a
-substitution and not a power series, hence stable for repeated keys.
+The triangular inverse comes by substitution and not as a power series, hence stable for repeated keys.
 
 **Layout.** Every document is padded to whole chunks; a batch is B documents. Chunks are ordered step-major:
 first chunks of all documents, longest document first, then second chunks, ... so a step of the recurrence
 is one slice and the documents still running are a prefix: batch and packed input are one path. Documents and
-steps are grouped into segments that fit the cache, so working memory does not grow with B or T. Forward keeps
-the state at each chunk's start; backward walks the segments in reverse and recomputes the inside of the chunks.
+steps are grouped into segments that fit the cache, so working memory does not grow with B or T.
+
+**Kept for backward**, which walks the segments in reverse: the state at each chunk's start, P, L, the inverse and
+E, so K V / C + 3 C + V numbers a token and head. The decays are cheaper to compute again than to keep.
+Large temporaries are dropped as soon as they are used: in a pass bound by memory, touching a fresh page costs
+more than filling it.
 
 Shape letters: B batch, T tokens, H heads, K key, V value, C chunk, n chunks times heads.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,9 +49,9 @@ from torch.autograd.function import once_differentiable
 from model.kernels.kda_reference import check_kda_inputs
 
 # Tokens, measured with tests/bench/kda.py. Longer chunks do more work inside, shorter ones more steps in
-# order; longer segments fall out of the cache, shorter ones pay for more calls.
+# order; longer segments fall out of the cache and touch fresh memory, shorter ones pay for more calls.
 CHUNK = 32
-SEGMENT_TOKENS = 1024
+SEGMENT_TOKENS = 512
 
 
 def kda_chunk(
@@ -63,8 +67,8 @@ def kda_chunk(
 ) -> tuple[Tensor, Tensor]:
     """As `kda_reference`: arguments, results, errors and gradients.
 
-    Kept for backward: the inputs and the state at the start of each chunk. On CUDA the kernels of
-    flash-linear-attention run where it is installed, except in fp64, which they do not compute.
+    Kept for backward: the inputs, and for each chunk its starting state, scores, inverse and errors. On CUDA
+    the kernels of flash-linear-attention run where it is installed, except in fp64, which they do not compute.
     """
     offsets, dtype = check_kda_inputs(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     batch, length, heads, key = q.shape
@@ -146,35 +150,45 @@ def _plan(offsets: list[int]) -> _Plan:
 class _Rows:
     """Moves a segment's tokens between [B, T, H, .] tensors and chunks [n, C, .]."""
 
-    def __init__(self, segment: _Segment, chunk: int, tokens: int, heads: int, device: torch.device) -> None:
+    def __init__(self, segment: _Segment, chunk: int, heads: int, device: torch.device) -> None:
         token = segment.starts.unsqueeze(1) + torch.arange(chunk)
         pad = token >= segment.stops.unsqueeze(1)
         self.shape = len(token) * heads, chunk
         head = torch.arange(heads).view(1, heads, 1)
-        # Past the end lies one spare row of tokens, where padding may be written.
-        rows = token.masked_fill(pad, tokens).unsqueeze(1) * heads + head
-        self.write_to = rows.flatten().to(device)
+        self.read_from = (token.masked_fill(pad, 0).unsqueeze(1) * heads + head).flatten().to(device)
         self.pad = None
-        self.read_from = self.write_to
         if bool(pad.any()):
-            self.pad = pad.unsqueeze(1).expand_as(rows).reshape(-1, 1).to(device)
-            self.read_from = self.write_to.masked_fill(self.pad.squeeze(1), 0)
+            self.pad = pad.unsqueeze(1).expand(-1, heads, -1).reshape(-1, 1).to(device)
+        # Tokens in order of their place, in runs of neighbours: gathering into a run beats scattering from chunks.
+        place, at = token[~pad].sort()
+        row, column = (~pad).nonzero()[at].unbind(1)
+        rows = ((row.unsqueeze(1) * heads + torch.arange(heads)) * chunk + column.unsqueeze(1)).to(device)
+        gaps = (place.diff() != 1).nonzero().flatten() + 1
+        firsts = place[torch.cat([gaps.new_zeros(1), gaps])].tolist()
+        self.runs = [(first, run.flatten()) for first, run in zip(firsts, rows.tensor_split(gaps))]
 
-    def read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T, H, D] -> [n, C, D]; padding is zero, whatever the memory around the tokens holds."""
-        rows = x.reshape(-1, x.shape[-1]).index_select(0, self.read_from).to(dtype)
+    def read(self, x: Tensor, *, out: Tensor) -> Tensor:
+        """Contiguous [B, T, H, D] -> [n, C, D]; padding is zero, whatever the memory around the tokens holds."""
+        to = out.view(-1, *out.shape[2:])
+        if x.dtype == out.dtype:
+            torch.index_select(x.view(-1, x.shape[-1]), 0, self.read_from, out=to)
+        else:
+            to.copy_(x.view(-1, x.shape[-1]).index_select(0, self.read_from))
         if self.pad is not None:
-            rows.masked_fill_(self.pad, 0)
-        return rows.view(*self.shape, -1)
+            to.masked_fill_(self.pad, 0)
+        return out
 
     def write(self, x: Tensor, to: Tensor) -> None:
-        """[n, C, D] -> ``to``, [B * T + 1, H, D]."""
-        to.view(-1, to.shape[-1]).index_copy_(0, self.write_to, x.reshape(-1, x.shape[-1]).to(to.dtype))
+        """[n, C, D] -> ``to``, contiguous [B, T, H, D]."""
+        rows, lines = x.reshape(-1, x.shape[-1]).to(to.dtype), to.view(-1, x.shape[-1])
+        heads = to.shape[2]
+        for first, run in self.runs:
+            torch.index_select(rows, 0, run, out=lines[first * heads : first * heads + len(run)])
 
 
 @dataclass(frozen=True)
 class _Level:
-    """One level of the tree, kept for backward: blocks of 2 half tokens, m of them over all chunks."""
+    """One level of the tree: blocks of 2 half tokens, m of them over all chunks."""
 
     half: int
     rows: Tensor  # [m, 2 half, K]: q and k (alternating) of the right half, decayed from the middle
@@ -183,49 +197,21 @@ class _Level:
     right: Tensor  # [m, 1, K]: decay through the right half
 
 
-@dataclass(frozen=True)
-class _Inside:
-    """What a chunk computes without the state; in the comments, the names of the module's docstring."""
-
-    levels: list[_Level]  # from small blocks to large; only if asked for
-    scores: Tensor  # [n, C, 2, C]: P and L
-    inverse: Tensor  # [n, C, C]: (I + L Diag(beta))^-1
-    reads: Tensor  # [n, C, 2, K]: Gamma Q and Gamma K
-    writes: Tensor  # [n, C, K]: K Gamma_C / Gamma
-    through: Tensor  # [n, K, 1]: Gamma_C
-    alpha: Tensor  # [n, C, K]: exp(g)
-    erase: Tensor  # [n, C, K]: M (Gamma K)
-
-
-def _inside(x: Tensor, g: Tensor, beta: Tensor, *, keep_levels: bool) -> _Inside:
-    """x [n, C, 2, K] alternates q and k, g [n, C, K], beta [n, C]."""
-    n, chunk, _, key = x.shape
-    scores = x.new_zeros(n, chunk, 2, chunk)
-    scores[:, :, 0].diagonal(dim1=1, dim2=2).copy_((x[:, :, 0] * x[:, :, 1]).sum(-1))
-    inverse = torch.eye(chunk, dtype=x.dtype, device=x.device).repeat(n, 1, 1)
-    # Relative to blocks of `half` tokens: rows decayed from the start of their block, columns to its end.
-    through = alpha = g.exp()
-    reads = x * alpha.unsqueeze(2)
-    writes = x[:, :, 1].clone()
-    levels = []
+def _climb(alpha: Tensor, reads: Tensor, writes: Tensor) -> Iterator[_Level]:
+    """The levels from small blocks to large, as views of ``reads`` [n, C, 2, K] and ``writes`` [n, C, K], which
+    every step overwrites: relative to blocks of ``half`` tokens, rows are decayed from the start of their block
+    and columns to its end. They begin as Gamma Q, Gamma K and K of single tokens, and end as those of chunks."""
+    key = alpha.shape[-1]
+    through = alpha
     half = 1
-    while half < chunk:
+    while half < alpha.shape[1]:
         left, right = through.view(-1, 2, 1, key).unbind(1)
         rows, columns = reads.view(-1, 2, 2 * half, key)[:, 1], writes.view(-1, 2, half, key)[:, 0]
-        block = torch.bmm(rows, columns.mT).view(n, -1, half, 2, half)
-        _blocks(scores, half, 1, 0).copy_(block)
-        lower = block[..., 1, :] * beta.view(n, -1, 2, half)[:, :, :1]
-        first, second = _blocks(inverse, half, 0, 0), _blocks(inverse, half, 1, 1)
-        _blocks(inverse, half, 1, 0).copy_((second @ lower @ first).neg_())
-        if keep_levels:
-            levels.append(_Level(half, rows.clone(), columns.clone(), left, right))
+        yield _Level(half, rows, columns, left, right)
         rows *= left
         columns *= right
         through = left * right
         half *= 2
-    erase = torch.bmm(inverse, reads[:, :, 1]).mul_(beta.unsqueeze(-1))
-    # Not the product above: over many chunks its rounding would add up in the slowest channels.
-    return _Inside(levels, scores, inverse, reads, writes, g.sum(1).exp_().unsqueeze(-1), alpha, erase)
 
 
 def _blocks(matrix: Tensor, half: int, row: int, column: int) -> Tensor:
@@ -240,99 +226,166 @@ def _blocks(matrix: Tensor, half: int, row: int, column: int) -> Tensor:
     )
 
 
-def _run_states(segment: _Segment, inside: _Inside, written: Tensor, state: Tensor) -> Tensor:
-    """The recurrence over the segment's steps. ``state`` [documents, H, K, V] is advanced in place, ``written``
-    goes from M V to N in place; returns the state at the start of each chunk, [n, K, V]."""
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched a @ b; elementwise for the single tokens of the lowest level, which `torch.bmm` does one by one."""
+    if a.shape[1] * a.shape[2] > 2:
+        return torch.bmm(a, b)
+    return (a.mT * b).sum(1, keepdim=True) if a.shape[1] == 1 else a * b
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """A segment's inputs in chunks."""
+
+    x: Tensor  # [n, C, 2, K]: q and k, alternating
+    beta: Tensor  # [n, C, 1]
+    alpha: Tensor  # [n, C, K]: exp(g)
+    through: Tensor  # [n, K, 1]: Gamma_C
+
+    @staticmethod
+    def read(rows: _Rows, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, dtype: torch.dtype) -> "_Inputs":
+        n, chunk = rows.shape
+        key = q.shape[-1]
+        x = q.new_empty(n, chunk, 2, key, dtype=dtype)
+        rows.read(q, out=x[:, :, 0])
+        rows.read(k, out=x[:, :, 1])
+        g = rows.read(g, out=x.new_empty(n, chunk, key))
+        beta = rows.read(beta, out=x.new_empty(n, chunk, 1))
+        # Not the product of alphas: over many chunks its rounding would add up in the slowest channels.
+        through = g.sum(1).exp_().unsqueeze(-1)
+        return _Inputs(x, beta, g.exp_(), through)
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """Where `_climb` starts: reads [n, C, 2, K] and writes [n, C, K]."""
+        return self.x * self.alpha.unsqueeze(2), self.x[:, :, 1].clone()
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What forward keeps of a segment, beside the inputs."""
+
+    scores: Tensor  # [n, C, 2, C]: P and L
+    inverse: Tensor  # [n, C, C]: (I + L Diag(beta))^-1
+    error: Tensor  # [n, C, V]: E
+    starts: Tensor  # [n, K, V]: the state before each chunk
+
+
+def _run_states(
+    segment: _Segment, erase: Tensor, writes: Tensor, through: Tensor, error: Tensor, state: Tensor
+) -> Tensor:
+    """The recurrence over the segment's steps. ``state`` [documents, H, K, V] is advanced in place, ``error``
+    goes from its value for S = 0 to E in place; returns the state at the start of each chunk, [n, K, V]."""
     heads = state.shape[1]
     sizes = [count * heads for count in segment.running]
     state = state.view(-1, *state.shape[2:])
-    per_step = (x.split(sizes) for x in (written, inside.erase, inside.writes.mT, inside.through))
-    start = state[: sizes[0]].clone()
-    starts = []
-    for following, (new, erase, writes, through) in zip([*sizes[1:], 0], zip(*per_step)):
-        starts.append(start)
-        new.baddbmm_(erase, start, alpha=-1)
-        end = (start * through).baddbmm_(writes, new)
-        if following < len(end):
-            state[following : len(end)] = end[following:]
-        start = end[:following]
-    return torch.cat(starts)
+    starts = state.new_empty(len(error), *state.shape[1:])
+    per_step = (x.split(sizes) for x in (starts, error, erase, writes.mT, through))
+    following = [*starts.split(sizes)[1:], starts[:0]]
+    starts[: sizes[0]] = state[: sizes[0]]
+    for after, (start, new, rows, columns, decay) in zip(following, zip(*per_step)):
+        new.baddbmm_(rows, start, alpha=-1)
+        going, size = len(after), len(start)
+        if going == size:
+            torch.mul(start, decay, out=after).baddbmm_(columns, new)
+        else:
+            end = (start * decay).baddbmm_(columns, new)
+            after.copy_(end[:going])
+            state[going:size] = end[going:]
+    return starts
 
 
 def _run_states_back(
-    segment: _Segment, inside: _Inside, grad_written: Tensor, by_output: Tensor, grad_state: Tensor
+    segment: _Segment,
+    erase: Tensor,
+    writes: Tensor,
+    through: Tensor,
+    grad_error: Tensor,
+    by_output: Tensor,
+    grad_state: Tensor,
 ) -> Tensor:
     """The adjoint of `_run_states`: ``grad_state`` goes from the segment's end to its start in place,
-    ``grad_written`` from the outputs' part of dN to the whole; ``by_output`` [n, K, V] is the outputs' part of
+    ``grad_error`` from the outputs' part of dE to the whole; ``by_output`` [n, K, V] is the outputs' part of
     the gradient of each chunk's starting state. Returns the gradient of the state at the end of each chunk."""
     heads = grad_state.shape[1]
     sizes = [count * heads for count in segment.running]
     grad_state = grad_state.view(-1, *grad_state.shape[2:])
-    tensors = grad_written, by_output, inside.erase.mT, inside.writes, inside.through
-    per_step = (reversed(x.split(sizes)) for x in tensors)
-    end = grad_state[:0]
-    ends = []
-    for new, output, erase, writes, through in zip(*per_step):
-        if len(end) < len(new):
-            end = torch.cat([end, grad_state[len(end) : len(new)]])
-        ends.append(end)
-        new.baddbmm_(writes, end)
-        end = torch.addcmul(output, end, through).baddbmm_(erase, new, alpha=-1)
-    grad_state[: sizes[0]] = end
-    return torch.cat(ends[::-1])
+    ends = torch.empty_like(by_output)
+    ends[len(ends) - sizes[-1] :] = grad_state[: sizes[-1]]
+    per_step = [x.split(sizes) for x in (ends, grad_error, by_output, erase.mT, writes, through)]
+    before = [grad_state[: sizes[0]], *per_step[0][:-1]]
+    for start, (end, new, output, rows, columns, decay) in zip(reversed(before), reversed(list(zip(*per_step)))):
+        new.baddbmm_(columns, end)
+        size = len(end)
+        torch.addcmul(output, end, decay, out=start[:size]).baddbmm_(rows, new, alpha=-1)
+        if size < len(start):
+            start[size:] = grad_state[size : len(start)]
+    return ends
 
 
 def _forward_segment(
-    segment: _Segment, x: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Outputs [n, C, V] and starting states [n, K, V] of a segment; advances ``state`` in place."""
-    inside = _inside(x, g, beta, keep_levels=False)
-    written = torch.bmm(inside.inverse, v).mul_(beta.unsqueeze(-1))
-    starts = _run_states(segment, inside, written, state)
-    o = torch.bmm(inside.scores[:, :, 0], written)
-    return o.baddbmm_(inside.reads[:, :, 0], starts), starts
+    segment: _Segment, inputs: _Inputs, v: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, _Saved]:
+    """Outputs [n, C, V]; advances ``state`` in place."""
+    x, beta = inputs.x, inputs.beta
+    n, chunk, _, _ = x.shape
+    scores = x.new_zeros(n, chunk, 2, chunk)
+    scores[:, :, 0].diagonal(dim1=1, dim2=2).copy_((x[:, :, 0] * x[:, :, 1]).sum(-1))
+    reads, writes = inputs.start()
+    for level in _climb(inputs.alpha, reads, writes):
+        block = torch.bmm(level.columns, level.rows.mT).mT
+        _blocks(scores, level.half, 1, 0).copy_(block.view(n, -1, level.half, 2, level.half))
+    identity = torch.eye(chunk, dtype=x.dtype, device=x.device).expand(n, -1, -1)
+    inverse = torch.linalg.solve_triangular(scores[:, :, 1] * beta.mT, identity, upper=False, unitriangular=True)
+    writes *= beta
+    erase = torch.bmm(inverse, reads[:, :, 1])
+    error = torch.bmm(inverse, v)
+    starts = _run_states(segment, erase, writes, inputs.through, error, state)
+    o = torch.bmm(scores[:, :, 0] * beta.mT, error)
+    o.baddbmm_(reads[:, :, 0], starts, beta=scale, alpha=scale)
+    return o, _Saved(scores, inverse, error, starts)
 
 
 def _backward_segment(
-    segment: _Segment,
-    x: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    starts: Tensor,
-    grad_o: Tensor,
-    grad_state: Tensor,
+    segment: _Segment, inputs: _Inputs, saved: _Saved, grad_rows: Tensor, grad_state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q (scaled), k, v, g, beta in chunks; ``grad_state`` goes from end to start in place.
+    """Gradients of q, k, v, g, beta in chunks; ``grad_state`` goes from end to start in place. ``grad_rows``
+    [n, C, 2, V] alternates dO times the scale, and room for -dV.
 
     With R = V - (Gamma K) S, E = (I + L Diag(beta))^-1 R and N = Diag(beta) E:
-    dV = (I + L Diag(beta))^-T Diag(beta) dN, and the rows Y = [dO; -dV] of the reads q and k give the
-    gradients Y S^T of Gamma Q and Gamma K, and Y N^T = Y E^T Diag(beta) of P and L.
+    dV = (I + L Diag(beta))^-T dE, and the rows Y = [dO; -dV] of the reads q and k give the gradients Y S^T of
+    Gamma Q and Gamma K, and Y E^T of P Diag(beta) and L Diag(beta).
     """
-    inside = _inside(x, g, beta, keep_levels=True)
+    x, beta = inputs.x, inputs.beta
     n, chunk, _, key = x.shape
-    scores, lower = inside.scores.unbind(2)
-    step = beta.unsqueeze(-1)
-    error = torch.bmm(inside.inverse, torch.baddbmm(v, inside.reads[:, :, 1], starts, alpha=-1))
-    written = step * error
-
-    grad_written = torch.bmm(scores.mT, grad_o)
-    by_output = torch.bmm(inside.reads[:, :, 0].mT, grad_o)
-    ends = _run_states_back(segment, inside, grad_written, by_output, grad_state)
-    grad_v = torch.bmm(inside.inverse.mT, step * grad_written)
-    grad_rows = grad_o.new_empty(n, chunk, 2, grad_o.shape[-1])
-    grad_rows[:, :, 0] = grad_o
+    reads, writes = inputs.start()
+    levels = [
+        replace(level, rows=level.rows.clone(), columns=level.columns.clone())
+        for level in _climb(inputs.alpha, reads, writes)
+    ]
+    grad_o = grad_rows[:, :, 0]
+    grad_error = torch.bmm((saved.scores[:, :, 0] * beta.mT).mT, grad_o)
+    by_output = torch.bmm(reads[:, :, 0].mT, grad_o)
+    erase = torch.bmm(saved.inverse, reads[:, :, 1])
+    del reads
+    ends = _run_states_back(segment, erase, writes * beta, inputs.through, grad_error, by_output, grad_state)
+    grad_through = inputs.through.squeeze(-1) * torch.mul(saved.starts, ends, out=by_output).sum(-1)
+    del erase, by_output
+    grad_v = torch.bmm(saved.inverse.mT, grad_error)
+    del grad_error
     torch.neg(grad_v, out=grad_rows[:, :, 1])
-    grad_rows = grad_rows.view(n, 2 * chunk, -1)
 
-    grad_scores = torch.bmm(grad_rows, error.mT).view(n, chunk, 2, chunk)
-    grad_beta = (grad_written * error).sum(-1) + (grad_scores[:, :, 1] * lower).sum(1)
+    grad_rows = grad_rows.view(n, 2 * chunk, -1)
+    grad_scores = torch.bmm(grad_rows, saved.error.mT).view(n, chunk, 2, chunk)
+    by_row = torch.bmm(grad_rows, saved.starts.mT).view(n, chunk, 2, key)
+    by_column = torch.bmm(saved.error, ends.mT)
+    del ends
+    writes *= by_column
+    grad_beta = (grad_scores * saved.scores).sum((1, 2)).add_(writes.sum(-1))
+    grad_through += torch.bmm(beta.mT, writes).squeeze(1)
     grad_scores *= beta.view(n, 1, 1, chunk)
-    by_row = torch.bmm(grad_rows, starts.mT).view(n, chunk, 2, key)
-    by_column = torch.bmm(written, ends.mT)
-    grad_through = (inside.writes * by_column).sum(1) + inside.through.squeeze(-1) * (starts * ends).sum(-1)
-    _descend(inside.levels, grad_scores, by_row, by_column)
-    by_row *= inside.alpha.unsqueeze(2)
+    by_column *= beta
+    _descend(levels, grad_scores, by_row, by_column)
+    by_row *= inputs.alpha.unsqueeze(2)
 
     # A decay exp(G_i - G_j) of row i and column j gives to G_i what the row gets and takes from G_j what the
     # column gets, so the gradient of G needs only what is at hand; the chunk's end is one more row.
@@ -345,27 +398,21 @@ def _backward_segment(
 
     own = grad_scores[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)
     grad_q = torch.addcmul(by_q, own, k)
-    grad_k = torch.addcmul(by_k, own, q).add_(by_column)
+    grad_k = by_column.add_(by_k).addcmul_(own, q)
     return grad_q, grad_k, grad_v, grad_g, grad_beta
 
 
 def _descend(levels: list[_Level], grad_scores: Tensor, by_row: Tensor, by_column: Tensor) -> None:
-    """Adjoint of the climb in `_inside`: from gradients of the rows and columns relative to the chunk to those
-    relative to single tokens, in place, taking in on the way what P and L (but P's diagonal) give."""
+    """Adjoint of `_climb`: from gradients of the rows and columns relative to the chunk to those relative to
+    single tokens, in place, taking in on the way what P and L (but P's diagonal) give."""
     key = by_column.shape[-1]
-    for level in reversed(levels):
+    while levels:
+        level = levels.pop()
         half = level.half
         row, column = by_row.view(-1, 2, 2 * half, key)[:, 1], by_column.view(-1, 2, half, key)[:, 0]
         block = _blocks(grad_scores, half, 1, 0).reshape(-1, 2 * half, half)
         torch.addcmul(_product(block, level.columns), row, level.left, out=row)
         torch.addcmul(_product(block.mT, level.rows), column, level.right, out=column)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched a @ b; elementwise for the single tokens of the lowest level, which `torch.bmm` does one by one."""
-    if a.shape[1] * a.shape[2] > 2:
-        return torch.bmm(a, b)
-    return (a.mT * b).sum(1, keepdim=True) if a.shape[1] == 1 else a * b
 
 
 class _ChunkKDA(torch.autograd.Function):
@@ -382,55 +429,46 @@ class _ChunkKDA(torch.autograd.Function):
         offsets: list[int],
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        batch, length, heads, _ = q.shape
+        heads = q.shape[2]
         plan = _plan(offsets)
         order = plan.order.to(q.device)
         state = initial_state.to(dtype)[order]
-        o = v.new_empty(batch * length + 1, heads, v.shape[-1])
-        states = []
+        o = torch.empty_like(v, memory_format=torch.contiguous_format)
+        q_, k_, v_, g_, beta_ = (x.contiguous() for x in (q, k, v, g, beta.unsqueeze(-1)))
+        moves = [_Rows(segment, plan.chunk, heads, q.device) for segment in plan.segments]
+        saved: list[Tensor] = []
         with torch.autocast(q.device.type, enabled=False):
-            for segment in plan.segments:
-                rows = _Rows(segment, plan.chunk, batch * length, heads, q.device)
-                inputs = _read_inputs(rows, q, k, v, g, beta, scale, dtype)
-                o_chunks, starts = _forward_segment(segment, *inputs, state[segment.first_document :])
+            for segment, rows in zip(plan.segments, moves):
+                inputs = _Inputs.read(rows, q_, k_, g_, beta_, dtype)
+                v_chunks = rows.read(v_, out=inputs.x.new_empty(*rows.shape, v.shape[-1]))
+                o_chunks, kept = _forward_segment(segment, inputs, v_chunks, state[segment.first_document :], scale)
                 rows.write(o_chunks, o)
-                states.append(starts)
-        ctx.save_for_backward(q, k, v, g, beta, *states)
-        ctx.plan, ctx.scale, ctx.dtype, ctx.state_dtype = plan, scale, dtype, initial_state.dtype
+                saved += [kept.scores, kept.inverse, kept.error, kept.starts]
+        ctx.save_for_backward(q, k, v, g, beta, *saved)
+        ctx.plan, ctx.moves, ctx.scale, ctx.dtype, ctx.state_dtype = plan, moves, scale, dtype, initial_state.dtype
         final_state = torch.empty_like(state)
         final_state[order] = state
-        return o[:-1].view_as(v), final_state
+        return o, final_state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, grad_final_state: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, *states = ctx.saved_tensors
-        plan, dtype = ctx.plan, ctx.dtype
-        batch, length, heads, _ = q.shape
-        order = plan.order.to(q.device)
-        grad_state = grad_final_state.to(dtype)[order]
-        inputs = (q, k, v, g, beta.unsqueeze(-1))
-        grads = [x.new_empty(batch * length + 1, *x.shape[2:]) for x in inputs]
+        q, k, v, g, beta, *saved = ctx.saved_tensors
+        order = ctx.plan.order.to(q.device)
+        grad_state = grad_final_state.to(ctx.dtype)[order]
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta.unsqueeze(-1))]
+        q, k, g, beta, grad_o = (x.contiguous() for x in (q, k, g, beta.unsqueeze(-1), grad_o))
         with torch.autocast(q.device.type, enabled=False):
-            for segment, starts in zip(reversed(plan.segments), reversed(states)):
-                rows = _Rows(segment, plan.chunk, batch * length, heads, q.device)
-                chunks = _read_inputs(rows, q, k, v, g, beta, ctx.scale, dtype)
-                grad_q, *others = _backward_segment(
-                    segment, *chunks, starts, rows.read(grad_o, dtype), grad_state[segment.first_document :]
-                )
-                for grad, to in zip((grad_q.mul_(ctx.scale), *others), grads):
+            for index in reversed(range(len(ctx.moves))):
+                segment, rows = ctx.plan.segments[index], ctx.moves[index]
+                inputs = _Inputs.read(rows, q, k, g, beta, ctx.dtype)
+                grad_rows = inputs.x.new_empty(*rows.shape, 2, v.shape[-1])
+                rows.read(grad_o, out=grad_rows[:, :, 0]).mul_(ctx.scale)
+                kept = _Saved(*saved[4 * index : 4 * index + 4])
+                by_chunk = _backward_segment(segment, inputs, kept, grad_rows, grad_state[segment.first_document :])
+                for grad, to in zip(by_chunk, grads):
                     rows.write(grad.view(*rows.shape, -1), to)
-        grad_q, grad_k, grad_v, grad_g, grad_beta = (grad[:-1].view_as(x) for grad, x in zip(grads, (q, k, v, g, beta)))
         grad_initial = torch.empty_like(grad_state)
         grad_initial[order] = grad_state
-        return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial.to(ctx.state_dtype), None, None, None
-
-
-def _read_inputs(
-    rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chunks of q (scaled) and k alternating [n, C, 2, K], v [n, C, V], g [n, C, K], beta [n, C]."""
-    x = q.new_empty(*rows.shape, 2, q.shape[-1], dtype=dtype)
-    torch.mul(rows.read(q, dtype), scale, out=x[:, :, 0])
-    x[:, :, 1] = rows.read(k, dtype)
-    return x, rows.read(v, dtype), rows.read(g, dtype), rows.read(beta.unsqueeze(-1), dtype).squeeze(-1)
+        *grads, grad_beta = grads
+        return *grads, grad_beta.squeeze(-1), grad_initial.to(ctx.state_dtype), None, None, None

@@ -46,11 +46,46 @@ def check_equal(found: Path, expected: Path, *, step: int) -> None:
         torch.testing.assert_close(value, other[name], rtol=1e-7, atol=1e-10, msg=name)
 
 
-def test_two_ranks_equal_one(tmp_path: Path, corpus: Path, pool: RankPool) -> None:
-    options = ["train.steps=8", "evaluate.every=4", *PROOF]
-    assert main(overrides(tmp_path / "one", corpus, *options)) == 0
-    assert pool.run(train_rank, overrides(tmp_path / "two", corpus, *options)) == [0, 0]
-    check_equal(tmp_path / "two", tmp_path / "one", step=8)
+MESHES = {
+    "dp2": [],
+    "ep2": ["parallel.ep=2"],
+    "cp2": ["parallel.cp=2"],
+    "cp2-ep2": ["parallel.cp=2", "parallel.ep=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The run of one rank that every mesh must equal."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert main(overrides(folder, corpus, "train.steps=8", "evaluate.every=4", *PROOF)) == 0
+    return folder
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_ranks_equal_one(tmp_path: Path, corpus: Path, pool: RankPool, alone: Path, mesh: str) -> None:
+    options = ["train.steps=8", "evaluate.every=4", *PROOF, *MESHES[mesh]]
+    assert pool.run(train_rank, overrides(tmp_path, corpus, *options)) == [0, 0]
+    check_equal(tmp_path, alone, step=8)
+
+
+@pytest.mark.parametrize(
+    "mesh", [["parallel.ep=4"], ["parallel.cp=2", "parallel.ep=2"], ["parallel.cp=4", "parallel.ep=4"]], ids="-".join
+)
+def test_four_ranks_equal_one(tmp_path: Path, corpus: Path, alone: Path, mesh: list[str]) -> None:
+    options = ["train.steps=8", "evaluate.every=4", *PROOF, *mesh]
+    with RankPool(4, timeout=180) as four:
+        assert four.run(train_rank, overrides(tmp_path, corpus, *options)) == [0] * 4
+    check_equal(tmp_path, alone, step=8)
+
+
+def test_a_run_moves_between_meshes(tmp_path: Path, corpus: Path, pool: RankPool, alone: Path) -> None:
+    """Two steps on each mesh, then the rest on one rank: the same run."""
+    for steps, mesh in [(2, "ep2"), (4, "cp2-ep2"), (6, "dp2")]:
+        options = [f"train.steps={steps}", "evaluate.every=4", *PROOF, *MESHES[mesh]]
+        assert pool.run(train_rank, overrides(tmp_path, corpus, *options)) == [0, 0]
+    assert main(overrides(tmp_path, corpus, "train.steps=8", "evaluate.every=4", *PROOF)) == 0
+    check_equal(tmp_path, alone, step=8)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -13,10 +13,15 @@ def test_one_process_needs_no_process_group() -> None:
 def test_config_errors() -> None:
     assert ParallelConfig().errors(world_size=8) == []
     assert ParallelConfig(dp=8).errors(world_size=8) == []
-    assert ParallelConfig(tp=2, ep=4).errors(world_size=8) == [
-        "parallel.tp=2: only data parallel is available in this version; set parallel.tp=1",
-        "parallel.ep=4: only data parallel is available in this version; set parallel.ep=1",
+    assert ParallelConfig(tp=2, pp=4).errors(world_size=8) == [
+        "parallel.tp=2: only dp, ep and cp are available in this version; set parallel.tp=1",
+        "parallel.pp=4: only dp, ep and cp are available in this version; set parallel.pp=1",
     ]
+    assert ParallelConfig(cp=2, ep=8).errors(world_size=8) == []
+    (error,) = ParallelConfig(cp=2, ep=3).errors(world_size=8)
+    assert error.startswith("parallel.ep=3: must divide dp x cp = 8")
+    (error,) = ParallelConfig(cp=3).errors(world_size=8)
+    assert "3 x 1 = 6" in error
     (error,) = ParallelConfig(dp=4).errors(world_size=2)
     assert error.startswith("parallel.dp=4: contradicts the 2 launched rank(s)")
     (error,) = ParallelConfig(dp=-1).errors(world_size=2)
