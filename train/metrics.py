@@ -10,6 +10,7 @@ one that fails while training is reported once and then left out: it never stops
 """
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import logging
@@ -301,7 +302,7 @@ class WandbTracker:
         """
         if client is None:
             try:
-                import wandb as client
+                client = importlib.import_module("wandb")
             except ImportError as error:
                 raise ValueError(_missing("wandb")) from error
         self._run = client.init(project=project, id=run_id, resume="allow", mode=mode, dir=str(run_dir), config=config)
