@@ -73,24 +73,21 @@ def kda_chunk(
     offsets, dtype = check_kda_inputs(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     batch, length, heads, key = q.shape
     scale = key**-0.5 if scale is None else scale
-    if q.is_cuda and dtype == torch.float32:
-        try:
-            from fla.ops.kda import chunk_kda
-        except ImportError:
-            pass
-        else:
-            o, final_state = chunk_kda(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                scale=scale,
-                initial_state=None if initial_state is None else initial_state.float(),
-                output_final_state=True,
-                cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64),
-            )
-            return o.to(v.dtype), final_state
+    if q.is_cuda and dtype == torch.float32 and importlib.util.find_spec("fla") is not None:
+        from fla.ops.kda import chunk_kda
+
+        o, final_state = chunk_kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=None if initial_state is None else initial_state.float(),
+            output_final_state=True,
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64),
+        )
+        return o.to(v.dtype), final_state
     if offsets is None:
         offsets = [row * length for row in range(batch + 1)]
     if initial_state is None:

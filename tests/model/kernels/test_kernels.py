@@ -16,7 +16,7 @@ from model.kernels.situ_glu_reference import situ_glu_reference
 FP64 = torch.float64
 
 
-def compare(fast, reference, inputs: list[Tensor], *, tolerance: float = 1e-11) -> None:
+def assert_same(fast, reference, inputs: list[Tensor], *, tolerance: float = 1e-11) -> None:
     results = []
     for function in (fast, reference):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
@@ -31,7 +31,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = FP64) -> Tensor:
 
 
 def test_situ_glu() -> None:
-    compare(
+    assert_same(
         lambda g, u: situ_glu(g, u, beta=4.0, linear_beta=25.0),
         lambda g, u: situ_glu_reference(g, u, beta=4.0, linear_beta=25.0),
         [5 * randn(3, 40), 30 * randn(3, 40, seed=1)],
@@ -46,7 +46,7 @@ def test_situ_glu_is_bounded_by_the_product_of_its_betas() -> None:
 @pytest.mark.parametrize("sources", [1, 2, 9])
 def test_residual_mix(sources: int) -> None:
     inputs = [randn(2, 7, 16, seed=i) for i in range(sources)]
-    compare(
+    assert_same(
         lambda query, norm, *v: residual_mix(list(v), query, norm, eps=1e-5),
         lambda query, norm, *v: residual_mix_reference(v, query, norm, eps=1e-5),
         [randn(16, seed=50), randn(16, seed=51), *inputs],
@@ -69,7 +69,7 @@ def test_residual_mix_passes_gradcheck() -> None:
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_causal_conv(width: int) -> None:
     position = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
-    compare(
+    assert_same(
         lambda x, w: causal_conv(x, w, position_BT=position),
         lambda x, w: causal_conv_reference(x, w, position_BT=position),
         [randn(2, 10, 6), randn(6, width, seed=1)],
@@ -99,7 +99,7 @@ def test_causal_conv_lets_no_nan_of_the_document_before_pass() -> None:
 @pytest.mark.parametrize("ends", [[16, 16, 48, 80], [0, 0, 0, 80], [80, 80, 80, 80]], ids=str)
 def test_grouped_linear(dtype: torch.dtype, tolerance: float, ends: list[int]) -> None:
     offsets = torch.tensor(ends, dtype=torch.int32)
-    compare(
+    assert_same(
         lambda rows, weight: grouped_linear(rows, weight, offsets),
         lambda rows, weight: grouped_linear_reference(rows, weight, offsets),
         [randn(80, 32, dtype=dtype), randn(4, 24, 32, seed=1, dtype=dtype)],
