@@ -38,6 +38,7 @@ more than filling it.
 Shape letters: B batch, T tokens, H heads, K key, V value, C chunk, n chunks times heads.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
