@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from data.loader import DataConfig, DataPosition, Loader, open_loader
 from model.config import ModelConfig
@@ -78,7 +77,6 @@ class Run:
     optimizer: ShardedOptimizer
     stepper: Stepper
     loader: Loader
-    tokenizer: Tokenizer
     checkpoints: CheckpointStore
     trackers: TrackerSet
     throughput: Throughput
@@ -207,7 +205,6 @@ def build_run(
         optimizer=optimizer,
         stepper=Stepper(model, dp=dp, optimizer=optimizer, mesh=mesh, loss_chunk=train.loss_chunk),
         loader=loader,
-        tokenizer=loader.tokenizer(),
         checkpoints=store,
         trackers=make_trackers(
             trackers,

@@ -23,11 +23,10 @@ def exported(config: ModelConfig) -> tuple[dict, dict[str, Tensor]]:
     return to_hf(tiny_model(config, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The full form has no name there: see the last test.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "k3_full"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_model_to_names_and_back_is_exact(family: str, dtype: torch.dtype) -> None:
-    if family == "k3_full":
-        return
     model = tiny_model(family, dtype=dtype)
     config, tensors = to_hf(model)
     back = from_hf(config, tensors, dtype=dtype)
