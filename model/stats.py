@@ -5,6 +5,7 @@ recomputed forward or an evaluation passes none and counts nothing. The tensors 
 all layers, so a step reduces them with one sum and one maximum, whatever was routed.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +37,22 @@ class ForwardStats:
         config: the model's.
         device: where the model runs.
         max_logits: track attention logits (an extra pass over queries and keys; QK-Clip needs it).
+        layers: indices of the layers that will run; None: all.
     """
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, max_logits: bool) -> None:
-        moe, mla = config.moe_layers, config.mla_layers
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device,
+        max_logits: bool,
+        layers: Collection[int] | None = None,
+    ) -> None:
+        held = range(config.num_layers) if layers is None else layers
+        moe = [layer for layer in config.moe_layers if layer in held]
+        mla = [layer for layer in config.mla_layers if layer in held]
         bins = config.moe.histogram_bins if config.moe.balancing == "quantile" else 0
-        self.moe_layers, self.mla_layers = moe, mla
+        self.moe_layers, self.mla_layers = tuple(moe), tuple(mla)
         self.valid_BT: Tensor | None = None
         # A count is at most the tokens of one step, so 32 bits hold it; at K3's size that halves 0.7 GB.
         self.histogram = torch.zeros(len(moe), config.moe.experts, bins, dtype=torch.int32, device=device)

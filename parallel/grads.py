@@ -8,9 +8,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from parallel.collectives import all_reduce_plain
 from parallel.data import DataParallel
+from parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -27,24 +28,23 @@ class GradientReport:
     clip: float
 
 
-def finalize(dp: DataParallel, *, clip_norm: float) -> GradientReport:
+def finalize(dp: DataParallel, *, clip_norm: float, world: Axis) -> GradientReport:
     """Norm over all parameters after `DataParallel.finish`; one collective, one host synchronisation.
 
-    Each parameter counts once, on its owner. Squares are summed in fp64, so that no finite fp32 gradient
-    overflows and the order of summation hardly shows.
+    Each parameter, or slice of one, counts once, on its owner, whichever stage it is on. Squares are summed in fp64,
+    so that no finite fp32 gradient overflows and the order of summation hardly shows.
 
     Args:
         dp: the data-parallel gradients.
         clip_norm: largest norm that is passed on unchanged; 0 never clips.
+        world: all ranks that hold a part of the model.
     """
     gradients = list(dp.owned_gradients().values())
     square = torch.zeros((), dtype=torch.float64, device=dp.device)
     if gradients:
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
         square += torch.stack(norms).square().sum()
-    if dp.size > 1:
-        dist.all_reduce(square, group=dp.group)
-    norm = math.sqrt(square.item())
+    norm = math.sqrt(all_reduce_plain(square, world).item())
     if not math.isfinite(norm):
         return GradientReport(norm=norm, finite=False, clip=0.0)
     clips = 0 < clip_norm < norm

@@ -1,9 +1,11 @@
 """The mesh: how many ranks lie along each axis, and which process group each axis talks over.
 
 World ranks are laid out as [pp, dp, cp, tp], tp fastest, so that the axis that talks most sits on neighbouring
-ranks. Experts see the same ranks otherwise: within one pipeline stage and one tp rank, the dp x cp ranks (the
-*dense* axis, over which dense gradients are summed) are split into groups of ep neighbours; the ranks that hold
-the same experts form the *expert_dp* axis.
+ranks. Three more axes say which ranks hold copies of a parameter, so over which its gradient is summed:
+
+    stage       all dp x cp x tp ranks of a pipeline stage     parameters that no axis cuts
+    dense       dp x cp, the ranks of equal tp rank            parameters cut over tp
+    expert_dp   the ranks of equal tp and ep rank              experts; ep splits dense into runs of neighbours
 
     dense index   0 1 2 3 4 5 6 7        ep = 4:   ep group {0 1 2 3} {4 5 6 7}
                                                    expert_dp {0 4} {1 5} {2 6} {3 7}
@@ -104,13 +106,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands on every axis; see the module docstring for dense, ep and expert_dp."""
+    """Where this process stands on every axis; see the module docstring for stage, dense, ep and expert_dp."""
 
     world: Axis = Axis()
     pp: Axis = Axis()
     dp: Axis = Axis()
     cp: Axis = Axis()
     tp: Axis = Axis()
+    stage: Axis = Axis()
     dense: Axis = Axis()
     ep: Axis = Axis()
     expert_dp: Axis = Axis()
@@ -127,6 +130,7 @@ def axis_lines(world_size: int, *, pp: int, dp: int, cp: int, tp: int, ep: int) 
         "dp": np.moveaxis(ranks, 1, -1),
         "cp": np.moveaxis(ranks, 2, -1),
         "tp": ranks,
+        "stage": ranks.reshape(pp, -1),
         "dense": np.moveaxis(dense, 1, -1),
         "ep": np.moveaxis(experts, 2, -1),
         "expert_dp": np.moveaxis(experts, 1, -1),

@@ -15,8 +15,7 @@ class Layout:
 
     pattern: str
     shards: tuple[tuple[int, str], ...] = ()
-    owners: str = "dense"
-    partial: tuple[str, ...] = ()
+    owners: str = "stage"
 
 
 SHARD_TABLE = (

@@ -35,16 +35,14 @@ class ShardSpec:
 
     shape: global shape.
     shards: (dim, axis name) pairs; the dim is cut into equal contiguous slices along the axis.
-    owners: the axis over whose ranks the parameter is replicated and its gradient summed to an owner: "dense", or
-        "expert_dp" for experts.
-    partial: further axes over which each rank holds a part of the gradient of a replicated parameter ("tp" for
-        norms and routers inside sequence-parallel regions).
+    owners: the axis whose ranks hold copies of this slice; its gradient is the sum over them, brought to one owner:
+        "stage" for a whole parameter (each tp rank's gradient is a part too: that of its tokens or heads), "dense" for
+        one that is cut over tp, "expert_dp" for experts.
     """
 
     shape: tuple[int, ...]
     shards: tuple[tuple[int, str], ...] = ()
-    owners: str = "dense"
-    partial: tuple[str, ...] = ()
+    owners: str = "stage"
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of this rank's slice."""
@@ -72,12 +70,6 @@ class ShardSpec:
         assert tuple(local.shape) == self.local_shape(mesh), (local.shape, self, mesh)
         return TensorSlice(local, self.shape, tuple(part.start for part in parts))
 
-    def counted_here(self, mesh: Mesh) -> bool:
-        """Whether this rank's copy counts in sums over the mesh (a norm): copies along unsharded model axes
-        count once, on rank 0 of that axis."""
-        sharded = {name for _, name in self.shards}
-        return all(axis_of(mesh, name).rank == 0 for name in ("tp",) if name not in sharded)
-
 
 def axis_of(mesh: Mesh, name: str) -> Axis:
     """The axis called ``name``."""
@@ -101,7 +93,7 @@ def _spec(name: str, local_shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
     shape = list(local_shape)
     for dim, axis in layout.shards:
         shape[dim] *= axis_of(mesh, axis).size
-    return ShardSpec(shape=tuple(shape), shards=layout.shards, owners=layout.owners, partial=layout.partial)
+    return ShardSpec(shape=tuple(shape), shards=layout.shards, owners=layout.owners)
 
 
 @torch.no_grad()

@@ -15,11 +15,11 @@ from model.precision import set_precision
 from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
-from parallel.context import install_context
+from parallel.apply import parallelize
 from parallel.cost import training_flops
 from parallel.data import DataParallel
-from parallel.expert.dispatch import use_expert_parallel
 from parallel.mesh import Mesh
+from parallel.pipeline.stage import held_layers
 from parallel.sharding import TensorSlice, axis_of, materialize, parameter_specs
 from train.checkpoint import CheckpointConfig, CheckpointStore
 from train.metrics import TrackerConfig, TrackerSet, load_run_id, make_trackers
@@ -112,9 +112,7 @@ def build_model(
         model = KimiModel(config)
     materialize(model, mesh=mesh, seed=seed, std=config.init_std)
     set_precision(model, dtype)
-    if mesh.ep.size > 1:
-        use_expert_parallel(model, axis=mesh.ep)
-    install_context(model, mesh.cp)
+    parallelize(model, mesh=mesh)
     return model.to(device)
 
 
@@ -131,7 +129,7 @@ def qk_clip_targets(model: KimiModel) -> list[QKClipTarget]:
             rope=mla.rope_dim,
             value=mla.value_dim,
         )
-        for layer in model.layers
+        for layer in (model.layers[index] for index in held_layers(model))
         if isinstance(layer.mixer, MLA)
     ]
 
@@ -144,7 +142,7 @@ def build_optimizer(model: KimiModel, config: OptimConfig, *, mesh: Mesh) -> tup
     specs = parameter_specs(model, mesh=mesh)
     dp = DataParallel(
         params,
-        group=mesh.dense.group,
+        group=mesh.stage.group,
         groups={name: axis_of(mesh, spec.owners).group for name, spec in specs.items()},
         bucket_bytes=int(config.bucket_mb * 2**20),
         cost={name: group.cost for name, group in groups.items()},
@@ -239,13 +237,13 @@ def build_run(
 def checkpoint_tensors(
     model: KimiModel, *, dp: DataParallel, optimizer: ShardedOptimizer, mesh: Mesh
 ) -> dict[str, TensorSlice]:
-    """What this rank saves, under globally unique names: what it owns, and rank 0 the router biases.
+    """What this rank saves, under globally unique names: what it owns; a stage's first rank adds the router biases.
 
     ``model/<parameter>``, ``model/<buffer>``, ``optim/<state>`` and ``rng/<rank>/cpu``.
     """
     params = dict(model.named_parameters())
     tensors = {f"model/{name}": params[name].detach() for name in dp.owned_names}
-    if mesh.world.rank == 0:
+    if mesh.stage.rank == 0:
         tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     tensors |= {f"optim/{name}": value for name, value in optimizer.state_dict().items()}
     tensors |= {f"rng/{mesh.world.rank}/cpu": torch.get_rng_state()}

@@ -24,6 +24,7 @@ from parallel.context.layout import slice_tokens
 from parallel.data import DataParallel
 from parallel.grads import finalize
 from parallel.mesh import Axis, Mesh
+from parallel.pipeline.stage import held_layers
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Stepper:
     ) -> None:
         self.model, self.dp, self.optimizer, self.mesh = model, dp, optimizer, mesh
         self.loss_chunk = loss_chunk
+        self.layers = held_layers(model)
         self.device = next(model.parameters()).device
 
     def step(self, microbatches: Sequence[Microbatch], *, lr: float) -> StepResult:
@@ -73,7 +75,7 @@ class Stepper:
             lr: learning rate of this step.
         """
         tracks_logits = bool(self.optimizer.qk_targets)
-        stats = ForwardStats(self.model.config, device=self.device, max_logits=tracks_logits)
+        stats = ForwardStats(self.model.config, device=self.device, max_logits=tracks_logits, layers=self.layers)
         count = torch.tensor(sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches))
         # Of uncut microbatches, which all cp ranks have.
         labels = int(self._sum(count, self.mesh.dp))
@@ -87,7 +89,7 @@ class Stepper:
         # Every rank must see the same verdict, so the loss is reduced before it is judged.
         loss = float(self._sum(total, self.mesh.dense)) / max(labels, 1)
         self._reduce(stats)
-        report = finalize(self.dp, clip_norm=self.optimizer.config.clip_norm)
+        report = finalize(self.dp, clip_norm=self.optimizer.config.clip_norm, world=self.mesh.world)
         skipped = not (report.finite and math.isfinite(loss))
         if not skipped:
             self.optimizer.step(
@@ -118,7 +120,7 @@ class Stepper:
 
     def _reduce(self, stats: ForwardStats) -> None:
         """Counts are summed and logits maximised over the ranks, once a step, all layers together."""
-        group = self.mesh.dense.group
+        group = self.mesh.stage.group
         if group is None:
             return
         for counts in (stats.load, stats.histogram):
@@ -136,7 +138,7 @@ def update_router_biases(model: KimiModel, stats: ForwardStats) -> None:
         stats: counts summed over all microbatches and ranks of the step.
     """
     moe = model.config.moe
-    for row, layer in enumerate(model.config.moe_layers):
+    for row, layer in enumerate(stats.moe_layers):
         ffn = model.layers[layer].ffn
         assert isinstance(ffn, MoE)
         bias = ffn.router.bias

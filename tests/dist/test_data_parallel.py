@@ -21,7 +21,7 @@ from optim.groups import OptimConfig, describe_groups
 from optim.qk_clip import QKClipTarget
 from parallel.data import DataParallel
 from parallel.grads import GradientReport, finalize
-from parallel.mesh import Mesh, ParallelConfig, build_mesh
+from parallel.mesh import Axis, Mesh, ParallelConfig, build_mesh
 from tests.dist.ranks import RankPool
 
 REDUCE = dist.reduce
@@ -129,7 +129,7 @@ def train(
             (loss * (math.nan if poison == dp.rank else 1.0)).backward()
         dp.finish()
         gradients = {name: x.clone() for name, x in dp.owned_gradients().items()}
-        reports.append(finalize(dp, clip_norm=config.clip_norm))
+        reports.append(finalize(dp, clip_norm=config.clip_norm, world=Axis("world", dp.group, dp.rank, dp.size)))
         if reports[-1].finite:
             maxima = torch.tensor([[120.0, 90.0]])
             optimizer.step(dp.owned_gradients(), lr=0.02, clip=reports[-1].clip, max_logits=maxima)

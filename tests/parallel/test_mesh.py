@@ -34,7 +34,7 @@ def test_every_axis_partitions_the_ranks_into_groups_of_its_size(pp: int, dp: in
     world = pp * dp * cp * tp
     lines = axis_lines(world, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
     sizes = {"world": world, "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}
-    sizes |= {"dense": dp * cp, "expert_dp": dp * cp // ep}
+    sizes |= {"stage": dp * cp * tp, "dense": dp * cp, "expert_dp": dp * cp // ep}
     for name, size in sizes.items():
         assert {len(group) for group in lines[name]} == {size}
         assert sorted(rank for group in lines[name] for rank in group) == list(range(world))

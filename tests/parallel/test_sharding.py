@@ -30,7 +30,7 @@ def test_experts_are_cut_and_nothing_else_and_shapes_are_global() -> None:
     for name, spec in parameter_specs(model, mesh=mesh(1, 2)).items():
         local = tuple(model.get_parameter(name).shape)
         expert = ".experts." in name
-        assert (spec.owners, spec.shards) == (("expert_dp", ((0, "ep"),)) if expert else ("dense", ()))
+        assert (spec.owners, spec.shards) == (("expert_dp", ((0, "ep"),)) if expert else ("stage", ()))
         assert spec.shape == ((2 * local[0], *local[1:]) if expert else local)
         assert spec.local_shape(mesh(1, 2)) == local
 
