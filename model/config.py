@@ -25,6 +25,8 @@ class KDAConfig:
     """True: D -> H*V (K3). False: through rank ``head_dim`` (Kimi Linear)."""
     padded_heads: int | None = None
     """Length of A_log in Hugging Face files where it is padded with zeros (K3: 96 heads in 128)."""
+    a_log_dims: int = 1
+    """Dims of A_log in Hugging Face files: 1, or 4 for [1, 1, H, 1] (the released Kimi Linear)."""
 
 
 @dataclass
@@ -198,6 +200,11 @@ class ModelConfig:
         require(
             padded is None or padded >= self.kda.heads,
             f"model.kda.padded_heads={padded}: must be at least model.kda.heads={self.kda.heads}, or null",
+        )
+        dims = self.kda.a_log_dims
+        require(
+            dims == 1 or (dims == 4 and padded is None),
+            f"model.kda.a_log_dims={dims}: must be 1, or 4 without model.kda.padded_heads",
         )
         require(
             not self.mla.rotary or self.mla.rope_dim % 2 == 0,

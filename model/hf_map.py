@@ -203,7 +203,9 @@ def _kda_rows(kda: KDAConfig) -> Iterator[Row]:
     yield Row("b_proj.weight", "beta.weight")
     yield Row("f_a_proj.weight", "decay.down.weight")
     yield Row("f_b_proj.weight", "decay.up.weight")
-    yield Row("A_log", "decay.A_log", padded=kda.padded_heads)
+    yield Row(
+        "A_log", "decay.A_log", shape=(1, 1, kda.heads, 1) if kda.a_log_dims == 4 else None, padded=kda.padded_heads
+    )
     yield Row("dt_bias", "decay.dt_bias")
     if kda.full_rank_output_gate:
         yield Row("g_proj.weight", "gate.up.weight")
@@ -261,7 +263,7 @@ def from_hf(config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, dtype: 
         ValueError: missing or unexpected tensors, wrong shapes, or A_log padded with anything but zeros.
     """
     ours = config_from_hf(config)
-    ours.kda.padded_heads = _padded_heads(ours, tensors)
+    ours.kda.padded_heads, ours.kda.a_log_dims = _a_log_layout(ours, tensors)
     problems = ours.errors()
     if problems:
         raise ValueError("; ".join(problems))
@@ -290,13 +292,13 @@ def to_hf(model: KimiModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config_to_hf(model.config), tensors
 
 
-def _padded_heads(config: ModelConfig, tensors: Mapping[str, Tensor]) -> int | None:
-    """Length of A_log in the checkpoint where it is longer than the number of heads."""
+def _a_log_layout(config: ModelConfig, tensors: Mapping[str, Tensor]) -> tuple[int | None, int]:
+    """(length of A_log in the checkpoint where it is longer than the number of heads, its dims)."""
     first = config.mixers.find("K")
     a_log = tensors.get(f"model.layers.{first}.self_attn.A_log")
-    if a_log is None or a_log.numel() <= config.kda.heads:
-        return None
-    return a_log.numel()
+    if a_log is None:
+        return None, 1
+    return a_log.numel() if a_log.numel() > config.kda.heads else None, a_log.dim()
 
 
 def _unpad(row: Row, tensor: Tensor, target: Tensor) -> Tensor:

@@ -52,6 +52,21 @@ def test_a_log_is_padded_with_zeros_to_128_and_back() -> None:
     assert all(torch.equal(value, again[key]) for key, value in tensors.items())
 
 
+def test_a_log_of_four_dims_comes_back_as_it_was() -> None:
+    """The released Kimi Linear keeps A_log as [1, 1, H, 1]."""
+    config, tensors = exported(tiny_config("linear"))
+    name = "model.layers.0.self_attn.A_log"
+    flat = tensors[name]
+    four = {key: value.view(1, 1, -1, 1) if key.endswith("A_log") else value for key, value in tensors.items()}
+    model = from_hf(config, four, dtype=torch.bfloat16)
+    assert torch.equal(model.layers[0].mixer.decay.A_log, flat)
+    _, again = to_hf(model)
+    assert all(torch.equal(value, again[key]) and value.shape == again[key].shape for key, value in four.items())
+    mixed = four | {name: flat}
+    with pytest.raises(ValueError, match=r"layers\.\d\.self_attn\.A_log: shape"):
+        from_hf(config, mixed, dtype=torch.bfloat16)
+
+
 def test_padding_that_is_not_zero_is_refused() -> None:
     config, tensors = exported(padded_config())
     tensors["model.layers.1.self_attn.A_log"][100] = 0.5
