@@ -38,6 +38,7 @@ class Progress:
 
     step: optimizer steps done (skipped ones too).
     tokens: the token clock.
+    learning_rate: of the last step; the schedule derives the next one from ``tokens``.
     position: where the data continues.
     skipped, skipped_in_a_row: updates that were not made.
     """
@@ -45,13 +46,15 @@ class Progress:
     position: DataPosition
     step: int = 0
     tokens: int = 0
+    learning_rate: float = 0.0
     skipped: int = 0
     skipped_in_a_row: int = 0
 
-    def advance(self, *, tokens: int, position: DataPosition, skipped: bool) -> None:
+    def advance(self, *, tokens: int, learning_rate: float, position: DataPosition, skipped: bool) -> None:
         """One more step is done."""
         self.step += 1
         self.tokens = tokens
+        self.learning_rate = learning_rate
         self.position = position
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

@@ -61,7 +61,7 @@ def steps(run: Run) -> Iterator[StepMetrics]:
         tokens = progress.tokens + batch.tokens
         lr = run.peak_lr * learning_rate_factor(run.schedule, tokens)
         result = run.stepper.step(microbatches, lr=lr)
-        progress.advance(tokens=tokens, position=position, skipped=result.skipped)
+        progress.advance(tokens=tokens, learning_rate=lr, position=position, skipped=result.skipped)
         seconds = time.perf_counter() - started
         rate, utilisation = run.throughput.measure(batch.tokens, seconds)
         validation, sample = evaluate(run) if due(run.evaluate.every, progress.step) else (None, None)

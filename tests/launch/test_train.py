@@ -26,6 +26,11 @@ def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def state(folder: Path, step: int) -> dict:
+    """What a checkpoint holds besides tensors."""
+    return CheckpointStore(folder / "checkpoints", asynchronous=False).load(step, tensors={}, ignore=("",))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stop_at_20_and_resume_equals_40_straight_steps_bit_for_bit(
     tmp_path: Path, corpus: Path, precision: str
@@ -36,6 +41,8 @@ def test_stop_at_20_and_resume_equals_40_straight_steps_bit_for_bit(
     assert main(overrides(stopped, corpus, "train.steps=20", *options)) == 0
     assert main(overrides(stopped, corpus, "train.steps=40", *options)) == 0
     assert read_metrics(stopped) == read_metrics(straight)
+    assert state(stopped, 40) == state(straight, 40)
+    assert state(straight, 40)["learning_rate"] == read_metrics(straight)[-1]["learning_rate"] > 0
     one, other = saved(straight, 40), saved(stopped, 40)
     assert one.keys() == other.keys()
     assert {name.split("/")[0] for name in one} == {"model", "optim", "rng"}
