@@ -5,8 +5,9 @@ it here and sends it back. No rank needs another's state, and Muon never gathers
 
 State is named, not positioned (``<parameter>/momentum``), and exists for every parameter from the first
 moment, as zeros. So the union over ranks is the same set of names at every data-parallel size, whichever
-parameters have had a gradient, and another size loads it by name. Of an expert-parallel parameter a rank holds, owns
-and updates its slice, whole experts, and the state is a slice alike.
+parameters have had a gradient, and another size loads it by name. Of a parameter that is cut a rank holds, owns
+and updates its slice, and the state is a slice alike. Experts and heads are whole in a slice; for a matrix that
+tensor parallelism cuts, and for it alone, the tp ranks exchange their slices of the update (`optim.exchange`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 
 from model.params import ParamRole
 from optim.adamw import adamw_step
+from optim.exchange import MatrixExchange
 from optim.groups import OptimConfig, make_groups
-from optim.muon import batch_elements, muon_step, plan_batches
+from optim.muon import batch_elements, muon_step, muon_step_cut, plan_batches
 from optim.qk_clip import QKClipTarget, qk_clip
 from parallel.data import DataParallel
+from parallel.mesh import Axis
+from parallel.sharding import ShardSpec
 
 STATE_KINDS = ("momentum", "exp_avg", "exp_avg_sq", "master")
 """What a parameter may have of state, each of the parameter's shape and cut as it is."""
@@ -36,6 +40,8 @@ class ShardedOptimizer:
         roles: role of each.
         config: hyper-parameters.
         dp: data parallel over the same parameters; says who owns what.
+        specs: which slice of each parameter this rank holds; None: all of it.
+        tp: the ranks that hold the other parts of what is cut over tp, and own them alike; None: this one is alone.
         qk_targets: the MLA layers, if QK-Clip is on.
     """
 
@@ -46,6 +52,8 @@ class ShardedOptimizer:
         roles: Mapping[str, ParamRole],
         config: OptimConfig,
         dp: DataParallel,
+        specs: Mapping[str, ShardSpec] | None = None,
+        tp: Axis | None = None,
         qk_targets: Sequence[QKClipTarget] = (),
     ) -> None:
         self.config = config
@@ -53,15 +61,20 @@ class ShardedOptimizer:
         self.qk_targets = tuple(qk_targets)
         self.steps = 0
         self._params = {name: params[name].detach() for name in dp.owned_names}
-        groups = make_groups(self._params, roles=roles, config=config)
-        self._muon = {name: group for name, group in groups.items() if group.optimizer == "muon"}
+        groups = make_groups(self._params, roles=roles, config=config, specs=specs)
+        matrices = {name: group for name, group in groups.items() if group.optimizer == "muon"}
+        self._muon = {name: group for name, group in matrices.items() if group.cut is None}
+        self._muon_cut = {name: group for name, group in matrices.items() if group.cut is not None}
         self._adamw = {name: group for name, group in groups.items() if group.optimizer == "adamw"}
-        self._batches = plan_batches(list(self._muon.values()), max_elements=batch_elements(dp.device))
+        limit = batch_elements(dp.device)
+        self._batches = plan_batches(list(self._muon.values()), max_elements=limit)
+        self._exchange = MatrixExchange(self._muon_cut, Axis() if tp is None else tp)
+        self._batches_cut = plan_batches(list(self._exchange.share.values()), max_elements=limit)
         # A no-op for fp32 and fp64, where .to returns the parameter's own storage.
         self._masters = {
             name: param.to(torch.promote_types(param.dtype, torch.float32)) for name, param in self._params.items()
         }
-        self._momenta = self._zeros(self._muon)
+        self._momenta = self._zeros(matrices)
         self._exp_avgs = self._zeros(self._adamw)
         self._exp_avg_sqs = self._zeros(self._adamw)
 
@@ -97,6 +110,16 @@ class ShardedOptimizer:
             gradients=gradients,
             groups=self._muon,
             batches=self._batches,
+            lr=lr,
+            config=self.config,
+        )
+        muon_step_cut(
+            self._masters,
+            momenta=self._momenta,
+            gradients=gradients,
+            groups=self._muon_cut,
+            exchange=self._exchange,
+            batches=self._batches_cut,
             lr=lr,
             config=self.config,
         )

@@ -2,9 +2,13 @@
 
 The same rows that drive the update are what `describe_groups` prints, so the dump cannot differ from what
 happens. A parameter without a role, or a "matrix" that has no rows and columns, is an error.
+
+A role speaks of the whole parameter; where a rank holds a slice, the `ShardSpec` says which. A cut between heads
+leaves each rank whole matrices, fewer of them; any other cut over tp goes through the matrices themselves.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from model.params import ParamRole, named_roles
+from parallel.sharding import ShardSpec
 
 NS_DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
@@ -81,9 +86,12 @@ class OptimConfig:
 class Group:
     """How one parameter is updated.
 
+    shape: of what this rank holds.
     optimizer: "muon" or "adamw".
     blocks: (count, rows, columns) of the matrices that Muon orthogonalises one by one; empty for AdamW.
-    role: the declared role, with the heads that the config switches off removed.
+    role: the declared role, with the heads that the config switches off removed, and of the others this rank's.
+    cut: (dim, parts) where every one of the matrices lies in equal parts along ``dim`` on the tp ranks; ``blocks``
+        are whole nevertheless. None: this rank holds whole matrices.
     """
 
     name: str
@@ -92,23 +100,31 @@ class Group:
     blocks: tuple[tuple[int, int, int], ...]
     weight_decay: float
     role: ParamRole
+    cut: tuple[int, int] | None = None
 
     @property
     def cost(self) -> float:
-        """Work of one update, in FLOPs or their equivalent; Newton-Schulz needs about
-        ``4 r^2 c + 2 r^3`` a step for r <= c."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        total = _ELEMENTWISE_COST * numel
-        for count, rows, columns in self.blocks:
-            r, c = sorted((rows, columns))
-            total += 5 * count * (4 * r * r * c + 2 * r**3)
-        return total
+        """Work of one update for this rank, in FLOPs or their equivalent."""
+        elementwise = _ELEMENTWISE_COST * math.prod(self.shape)
+        matrices = sum(count * newton_schulz_cost(rows, columns) for count, rows, columns in self.blocks)
+        return elementwise + matrices / (1 if self.cut is None else self.cut[1])
 
 
-def make_group(name: str, *, param: Tensor, role: ParamRole, config: OptimConfig) -> Group:
+def newton_schulz_cost(rows: int, columns: int) -> float:
+    """FLOPs of orthogonalising one matrix: about ``4 r^2 c + 2 r^3`` in each of five steps, for r <= c."""
+    r, c = sorted((rows, columns))
+    return 5 * (4 * r * r * c + 2 * r**3)
+
+
+def make_group(
+    name: str, *, param: Tensor, role: ParamRole, config: OptimConfig, spec: ShardSpec | None = None
+) -> Group:
     """The update rule of one parameter.
+
+    Args:
+        param: what this rank holds of it.
+        role: of the whole parameter.
+        spec: which slice ``param`` is; None: all of it.
 
     Raises:
         ValueError: a role "matrix" on a parameter that has neither 2 dims nor 3 (experts, rows, columns).
@@ -124,15 +140,39 @@ def make_group(name: str, *, param: Tensor, role: ParamRole, config: OptimConfig
         )
     if not (config.output_per_head if role.by_columns else config.per_head):
         role = dataclasses.replace(role, heads=1, sections=(), by_columns=False)
+    cut = None if spec is None else _tp_cut(spec, shape)
+    if cut is not None and role.heads > 1:
+        dim, parts = cut
+        assert dim == (1 if role.by_columns else 0), f"{name}: heads are cut"
+        role, cut = dataclasses.replace(role, heads=role.heads // parts), None
+    if cut is not None:
+        dim, parts = cut
+        *leading, rows, columns = (size * parts if d == dim else size for d, size in enumerate(shape))
+        return Group(name, shape, "muon", ((math.prod(leading), rows, columns),), weight_decay, role, cut)
     blocks = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in role.blocks(param))
     return Group(name, shape, "muon", blocks, weight_decay, role)
 
 
+def _tp_cut(spec: ShardSpec, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """(dim, parts) of the cut over tp, if it has more than one part."""
+    cuts = [(dim, spec.shape[dim] // shape[dim]) for dim, axis in spec.shards if axis == "tp"]
+    return next((cut for cut in cuts if cut[1] > 1), None)
+
+
 def make_groups(
-    params: Mapping[str, Tensor], *, roles: Mapping[str, ParamRole], config: OptimConfig
+    params: Mapping[str, Tensor],
+    *,
+    roles: Mapping[str, ParamRole],
+    config: OptimConfig,
+    specs: Mapping[str, ShardSpec] | None = None,
 ) -> dict[str, Group]:
-    """The update rule of every parameter, by name, in the given order."""
-    return {name: make_group(name, param=param, role=roles[name], config=config) for name, param in params.items()}
+    """The update rule of every parameter, by name, in the given order; ``specs`` None: all are whole."""
+    return {
+        name: make_group(
+            name, param=param, role=roles[name], config=config, spec=None if specs is None else specs[name]
+        )
+        for name, param in params.items()
+    }
 
 
 def describe_groups(model: nn.Module, *, config: OptimConfig) -> list[Group]:

@@ -7,17 +7,21 @@ which is `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"`` when a param
 ("Muon is Scalable for LLM Training", arXiv 2502.16982). A head or an expert is a block of its own
 (Kimi K3 technical report 2.5). Blocks of equal shape, from whichever parameters, are stacked and go through
 one batched Newton-Schulz: a model has thousands of blocks and a handful of shapes.
+
+A block that tensor parallelism cuts is orthogonalised whole, by one of the ranks that hold its parts
+(`optim.exchange`): the parts of an orthogonal matrix are not the orthogonalised parts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from optim.exchange import MatrixExchange
 from optim.groups import NS_DTYPES, Group, OptimConfig
-from optim.newton_schulz import orthogonalize
+from optim.newton_schulz import default_dtype, orthogonalize
 
 _CPU_BATCH_ELEMENTS = 2**19
 """2 MB in fp32: a stack that stays in a core's cache between products takes half the time of a large one."""
@@ -96,13 +100,59 @@ def muon_step(
         masters: weights, fp32 or fp64.
         momenta: of the same names, shapes and dtypes.
         gradients: of the same names, shapes and dtypes.
-        groups: Muon groups by name.
+        groups: Muon groups by name, none of them cut.
         batches: `plan_batches` of these groups.
         lr: learning rate of this step.
         config: momentum, Nesterov, Newton-Schulz steps and dtype.
     """
     if not groups:
         return
+    updates = advance_momenta(momenta, gradients=gradients, groups=groups, config=config)
+    decay_weights(masters, groups=groups, lr=lr)
+    for batch, directions in orthogonal_blocks(updates, groups=groups, batches=batches, config=config):
+        blocks = [_blocks(masters, piece, groups) for piece in batch.pieces]
+        torch._foreach_add_(blocks, directions, alpha=-update_scale(lr, batch.rows, batch.columns))
+
+
+@torch.no_grad()
+def muon_step_cut(
+    masters: Mapping[str, Tensor],
+    *,
+    momenta: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    groups: Mapping[str, Group],
+    exchange: MatrixExchange,
+    batches: Sequence[MuonBatch],
+    lr: float,
+    config: OptimConfig,
+) -> None:
+    """`muon_step` for groups whose matrices are cut over tp: each rank orthogonalises its share of them, whole.
+
+    Momentum and decay act on the parts. Every rank of the axis must call it with the same groups.
+
+    Args:
+        groups: Muon groups by name, all of them cut.
+        exchange: of these groups.
+        batches: `plan_batches` of ``exchange.share``.
+    """
+    if not groups:
+        return
+    updates = advance_momenta(momenta, gradients=gradients, groups=groups, config=config)
+    decay_weights(masters, groups=groups, lr=lr)
+    whole = exchange.gather(updates)
+    dtype = NS_DTYPES[config.ns_dtype] or default_dtype(next(iter(updates.values())))
+    found = {name: torch.empty_like(x, dtype=dtype) for name, x in whole.items()}
+    for batch, directions in orthogonal_blocks(whole, groups=exchange.share, batches=batches, config=config):
+        torch._foreach_copy_([_blocks(found, piece, exchange.share) for piece in batch.pieces], directions)
+    for name, direction in exchange.scatter(found).items():
+        _, rows, columns = groups[name].blocks[0]
+        masters[name].add_(direction, alpha=-update_scale(lr, rows, columns))
+
+
+def advance_momenta(
+    momenta: Mapping[str, Tensor], *, gradients: Mapping[str, Tensor], groups: Mapping[str, Group], config: OptimConfig
+) -> dict[str, Tensor]:
+    """Move the momenta in place; returns what is to be orthogonalised, in the memory of the gradients."""
     moments = [momenta[name] for name in groups]
     updates = [gradients[name] for name in groups]
     torch._foreach_lerp_(moments, updates, 1 - config.momentum)
@@ -110,14 +160,23 @@ def muon_step(
         torch._foreach_lerp_(updates, moments, config.momentum)
     else:
         torch._foreach_copy_(updates, moments)
-    decay_weights(masters, groups=groups, lr=lr)
+    return dict(zip(groups, updates))
+
+
+def orthogonal_blocks(
+    updates: Mapping[str, Tensor], *, groups: Mapping[str, Group], batches: Sequence[MuonBatch], config: OptimConfig
+) -> Iterator[tuple[MuonBatch, list[Tensor]]]:
+    """Each batch with its orthogonalised blocks, a tensor for every piece of it."""
     for batch in batches:
-        sources = [_blocks(gradients, piece, groups) for piece in batch.pieces]
+        sources = [_blocks(updates, piece, groups) for piece in batch.pieces]
         stacked = sources[0] if len(sources) == 1 else torch.cat(sources)
         orthogonal = orthogonalize(stacked, steps=config.ns_steps, dtype=NS_DTYPES[config.ns_dtype])
-        scale = lr * 0.2 * math.sqrt(max(batch.rows, batch.columns))
-        parts = orthogonal.split([len(source) for source in sources])
-        torch._foreach_add_([_blocks(masters, piece, groups) for piece in batch.pieces], parts, alpha=-scale)
+        yield batch, list(orthogonal.split([len(source) for source in sources]))
+
+
+def update_scale(lr: float, rows: int, columns: int) -> float:
+    """Factor of an orthogonal [rows, columns] update, which gives it the size of AdamW's."""
+    return lr * 0.2 * math.sqrt(max(rows, columns))
 
 
 def _blocks(tensors: Mapping[str, Tensor], piece: Piece, groups: Mapping[str, Group]) -> Tensor:

@@ -19,6 +19,8 @@ class QKClipTarget:
 
     query: parameter [heads * (nope + rope), in], rows of each head in that order.
     key_value: parameter [heads * (nope + value), in], rows of each head in that order.
+    heads: that this rank holds.
+    first: which of the layer's heads is the first of them.
     """
 
     query: str
@@ -27,6 +29,7 @@ class QKClipTarget:
     nope: int
     rope: int
     value: int
+    first: int = 0
 
 
 @torch.no_grad()
@@ -36,7 +39,7 @@ def qk_clip(weights: Mapping[str, Tensor], *, targets: Sequence[QKClipTarget], m
     Args:
         weights: by name; may lack some of the targets' parameters.
         targets: MLA layers in order.
-        max_logits: [len(targets), heads] largest scaled logits of the step over all ranks; -inf where a
+        max_logits: [len(targets), all heads] largest scaled logits of the step over all ranks; -inf where a
             head saw no token.
         tau: the bound, above 0.
     """
@@ -44,7 +47,8 @@ def qk_clip(weights: Mapping[str, Tensor], *, targets: Sequence[QKClipTarget], m
         return
     logits = max_logits.double()
     gammas = torch.where(logits > tau, tau / logits, 1.0)
-    for target, gamma_H in zip(targets, gammas, strict=True):
+    for target, all_gammas in zip(targets, gammas, strict=True):
+        gamma_H = all_gammas[target.first : target.first + target.heads]
         if target.query in weights:
             query = weights[target.query]
             rows = query.unflatten(0, (target.heads, target.nope + target.rope))

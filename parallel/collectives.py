@@ -13,7 +13,7 @@ ranks would round at every hop. Every rank of the axis must make the same calls 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,16 +95,45 @@ def all_reduce_plain(x: Tensor, axis: Axis) -> Tensor:
     return out.to(x.dtype)
 
 
+def combine_in_place(x: Tensor, axis: Axis, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """The sum (or maximum) over ranks into ``x`` itself and in its own dtype: for counts, verdicts and fp64 sums."""
+    if axis.size > 1 and x.numel():
+        dist.all_reduce(x, op=op, group=axis.group)
+        axis.traffic.record(f"{axis.name} all_reduce", 2 * _bytes(x) * (axis.size - 1) // axis.size)
+
+
+class Pending(NamedTuple):
+    """A collective under way. ``source`` is kept alive, and must not be written to, until `wait`."""
+
+    out: Tensor
+    source: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """The result, complete."""
+        if self.work is not None:
+            self.work.wait()
+        return self.out
+
+
+def all_to_all_start(
+    x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int], name: str = "all_to_all"
+) -> Pending:
+    """`all_to_all` outside autograd, under way; ``name`` is what the traffic is counted as."""
+    if axis.size == 1:
+        return Pending(x, x, None)
+    assert sum(send) == x.shape[0], (send, x.shape)
+    source = x.contiguous()
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    work = dist.all_to_all_single(out, source, list(receive), list(send), group=axis.group, async_op=True)
+    row = _bytes(x[:1]) if x.shape[0] else 0
+    axis.traffic.record(f"{axis.name} {name}", row * (sum(send) - send[axis.rank]))
+    return Pending(out, source, work)
+
+
 def all_to_all_plain(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """`all_to_all` outside autograd."""
-    if axis.size == 1:
-        return x
-    assert sum(send) == x.shape[0], (send, x.shape)
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
-    row = _bytes(x[:1]) if x.shape[0] else 0
-    axis.traffic.record(f"{axis.name} all_to_all", row * (sum(send) - send[axis.rank]))
-    return out
+    return all_to_all_start(x, axis, send=send, receive=receive).wait()
 
 
 def shard_plain(x: Tensor, axis: Axis, *, dim: int) -> Tensor:

@@ -1,24 +1,55 @@
 """Which parameters are cut, along what and over which axis: one table, data only.
 
-The first row whose pattern matches a parameter's full name holds. `parallel.sharding` reads it.
+A row names parameters as the module that it speaks of does: ``up`` is cut in a gated feed-forward and whole in an
+expert layer, where it leads out of the latent, though both are called ``layers.<i>.ffn.up.weight``. What no row names
+is whole. `parallel.sharding` reads the table.
 """
 
 from dataclasses import dataclass
 
+from torch import nn
+
+from model.kda import KDA
+from model.kimi import KimiModel
+from model.layers import GatedFFN
+from model.mla import MLA
+from model.moe import Experts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the parameters whose names match ``pattern`` (shell wildcards) lie on the mesh.
+    """How the parameters ``names`` of every module of class ``within`` lie on the mesh; names are relative to it.
 
     The other fields are those of `parallel.sharding.ShardSpec`.
     """
 
-    pattern: str
-    shards: tuple[tuple[int, str], ...] = ()
-    owners: str = "stage"
+    within: type[nn.Module]
+    names: tuple[str, ...]
+    shards: tuple[tuple[int, str], ...]
+    owners: str
 
+
+_ROWS = ((0, "tp"),)
+_COLUMNS = ((1, "tp"),)
 
 SHARD_TABLE = (
-    Layout(pattern="*.experts.*", shards=((0, "ep"),), owners="expert_dp"),
-    Layout(pattern="*"),
+    Layout(within=KimiModel, names=("embed.weight", "head.weight"), shards=_ROWS, owners="dense"),
+    # KDA's rows are heads; the norm and the low ranks' down-projections serve all heads and are whole.
+    Layout(
+        within=KDA,
+        names=(
+            *("q.weight", "k.weight", "v.weight", "q_conv.weight", "k_conv.weight", "v_conv.weight"),
+            *("beta.weight", "decay.up.weight", "decay.A_log", "decay.dt_bias", "gate.up.weight"),
+        ),
+        shards=_ROWS,
+        owners="dense",
+    ),
+    Layout(within=KDA, names=("out.weight",), shards=_COLUMNS, owners="dense"),
+    # MLA's too; both latents, their norms and the shared key are whole.
+    Layout(within=MLA, names=("q.up.weight", "kv_up.weight", "gate.weight"), shards=_ROWS, owners="dense"),
+    Layout(within=MLA, names=("out.weight",), shards=_COLUMNS, owners="dense"),
+    Layout(within=GatedFFN, names=("gate.weight", "up.weight"), shards=_ROWS, owners="dense"),
+    Layout(within=GatedFFN, names=("down.weight",), shards=_COLUMNS, owners="dense"),
+    Layout(within=Experts, names=("gate", "up"), shards=((0, "ep"), (1, "tp")), owners="expert_dp"),
+    Layout(within=Experts, names=("down",), shards=((0, "ep"), (2, "tp")), owners="expert_dp"),
 )

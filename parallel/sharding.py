@@ -1,18 +1,17 @@
 """ShardSpec: what part of a parameter a rank holds, and over which axes its gradient is summed.
 
 Initialisation, gradient finalisation, the norm, the checkpoint and the dry run all read this one description, so
-they cannot disagree about what is whole, what is a slice and what is a copy. `parallel.shard_table` says it by name.
+they cannot disagree about what is whole, what is a slice and what is a copy. `parallel.shard_table` has the rows.
 """
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from model.params import INITIALISERS, named_roles, seed_from_name
 from parallel.mesh import Axis, Mesh
-from parallel.shard_table import SHARD_TABLE
+from parallel.shard_table import SHARD_TABLE, Layout
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,17 @@ def parameter_specs(model: nn.Module, *, mesh: Mesh) -> dict[str, ShardSpec]:
         model: its parameters are this rank's slices; any device.
         mesh: over which they are cut; ``Mesh()`` for a whole model.
     """
-    return {name: _spec(name, tuple(param.shape), mesh) for name, param in model.named_parameters()}
+    layouts: dict[str, Layout] = {}
+    for prefix, module in model.named_modules():
+        for row in SHARD_TABLE:
+            if isinstance(module, row.within):
+                layouts |= {f"{prefix}.{name}" if prefix else name: row for name in row.names}
+    return {name: _spec(layouts.get(name), tuple(param.shape), mesh) for name, param in model.named_parameters()}
 
 
-def _spec(name: str, local_shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
-    layout = next(row for row in SHARD_TABLE if fnmatchcase(name, row.pattern))
+def _spec(layout: Layout | None, local_shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
+    if layout is None:
+        return ShardSpec(shape=local_shape)
     shape = list(local_shape)
     for dim, axis in layout.shards:
         shape[dim] *= axis_of(mesh, axis).size
@@ -110,12 +115,15 @@ def materialize(model: nn.Module, *, mesh: Mesh, seed: int, std: float) -> None:
     """
     roles = named_roles(model)
     specs = parameter_specs(model, mesh=Mesh())
+    # By what stood there before: a tied parameter is drawn once, under its first name, and stays tied.
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
-        for local in [local for local, _ in module.named_parameters(recurse=False)]:
-            name = f"{prefix}.{local}" if prefix else local
-            whole = torch.empty(specs[name].shape, dtype=torch.float32)
-            INITIALISERS[roles[name].init](whole, torch.Generator().manual_seed(seed_from_name(seed, name)), std)
-            value = specs[name].take(whole, mesh) if specs[name].shards else whole
-            setattr(module, local, nn.Parameter(value))
+        for local, before in list(module.named_parameters(recurse=False)):
+            if before not in made:
+                name = f"{prefix}.{local}" if prefix else local
+                whole = torch.empty(specs[name].shape, dtype=torch.float32)
+                INITIALISERS[roles[name].init](whole, torch.Generator().manual_seed(seed_from_name(seed, name)), std)
+                made[before] = nn.Parameter(specs[name].take(whole, mesh) if specs[name].shards else whole)
+            setattr(module, local, made[before])
         for local, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, local, torch.zeros_like(buffer, device="cpu"))

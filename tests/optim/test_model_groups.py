@@ -11,6 +11,7 @@ from optim.distributed import ShardedOptimizer
 from optim.groups import OptimConfig, describe_groups
 from optim.newton_schulz import orthogonalize
 from parallel.data import DataParallel
+from parallel.mesh import Axis
 from tests.model.tiny import FAMILIES, tiny_config, tiny_model
 
 NEVER_MUON = ("embed.", "head.", "norm", "query", "A_log", "dt_bias", "conv", "beta.")
@@ -50,7 +51,7 @@ def test_one_newton_schulz_for_each_matrix(family: str, monkeypatch: pytest.Monk
         return orthogonalize(x, steps=steps, dtype=dtype)
 
     monkeypatch.setattr(optim.muon, "orthogonalize", counting)
-    dp = DataParallel(params, group=None)
+    dp = DataParallel(params, axis=Axis())
     optimizer = ShardedOptimizer(params, roles=named_roles(model), config=OptimConfig(), dp=dp)
     before = {name: param.detach().clone() for name, param in params.items()}
     generator = torch.Generator().manual_seed(0)

@@ -9,6 +9,7 @@ from optim.distributed import ShardedOptimizer
 from optim.groups import OptimConfig
 from optim.qk_clip import QKClipTarget, qk_clip
 from parallel.data import DataParallel
+from parallel.mesh import Axis
 
 HEADS, NOPE, ROPE, VALUE, RANK, TOKENS = 3, 4, 2, 5, 6, 11
 TARGET = QKClipTarget(query="q", key_value="kv", heads=HEADS, nope=NOPE, rope=ROPE, value=VALUE)
@@ -71,7 +72,7 @@ def test_the_optimizer_clips_after_its_update(tau: float) -> None:
         params,
         roles={name: ParamRole(kind="matrix", heads=HEADS) for name in params},
         config=OptimConfig(qk_clip=tau, weight_decay=0.5),
-        dp=DataParallel(params, group=None),
+        dp=DataParallel(params, axis=Axis()),
         qk_targets=[TARGET],
     )
     maxima = torch.tensor([[150.0, 50.0, 400.0]])

@@ -13,6 +13,7 @@ from optim.distributed import ShardedOptimizer
 from optim.groups import OptimConfig
 from optim.newton_schulz import orthogonalize
 from parallel.data import DataParallel
+from parallel.mesh import Axis
 
 MATRIX = ParamRole(kind="matrix")
 VECTOR = ParamRole(kind="vector", decay=False)
@@ -24,7 +25,7 @@ def build(
     values: dict[str, Tensor], roles: dict[str, ParamRole], config: OptimConfig
 ) -> tuple[dict[str, nn.Parameter], ShardedOptimizer]:
     params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
-    dp = DataParallel(params, group=None)
+    dp = DataParallel(params, axis=Axis())
     return params, ShardedOptimizer(params, roles=roles, config=config, dp=dp)
 
 

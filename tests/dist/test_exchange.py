@@ -1,0 +1,170 @@
+"""Muon on matrices that tensor parallelism cuts: the whole matrix's update, whichever way it is cut and shared."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from model.params import ParamRole
+from optim.distributed import ShardedOptimizer
+from optim.exchange import MatrixExchange, share_matrices
+from optim.groups import Group, OptimConfig, make_group, newton_schulz_cost
+from parallel.data import DataParallel
+from parallel.mesh import Axis, Mesh, ParallelConfig, make_mesh
+from parallel.sharding import ShardSpec
+from tests.dist.ranks import RankPool
+
+MATRIX = ParamRole(kind="matrix")
+HEADS = ParamRole(kind="matrix", heads=4)
+OUTPUT = ParamRole(kind="matrix", heads=4, by_columns=True)
+# Role, whole shape, dim that is cut.
+PARAMETERS = {
+    "gate": (MATRIX, (64, 24), 0),
+    "down": (MATRIX, (24, 64), 1),
+    "experts.up": (MATRIX, (3, 16, 20), 1),
+    "experts.down": (MATRIX, (3, 20, 16), 2),
+    "q": (HEADS, (16, 24), 0),
+    "out": (OUTPUT, (24, 16), 1),
+    "low rank": (MATRIX, (8, 24), None),
+}
+SPECS = {
+    name: ShardSpec(
+        shape=shape, shards=() if dim is None else ((dim, "tp"),), owners="stage" if dim is None else "dense"
+    )
+    for name, (_, shape, dim) in PARAMETERS.items()
+}
+LR = 0.02
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4, timeout=60) as ranks:
+        yield ranks
+
+
+def random(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g, dtype=dtype) for name, (_, shape, _) in PARAMETERS.items()}
+
+
+def run_muon(mesh: Mesh, dtype: torch.dtype, config: OptimConfig) -> dict[str, Tensor]:
+    """This rank's slices of the weights after three steps, and of the momenta if it owns them."""
+    values = random(0, dtype)
+    params = {name: nn.Parameter(spec.take(values[name], mesh)) for name, spec in SPECS.items()}
+    axes = {name: mesh.stage if spec.owners == "stage" else mesh.dense for name, spec in SPECS.items()}
+    dp = DataParallel(params, axis=mesh.stage, axes=axes)
+    roles = {name: role for name, (role, _, _) in PARAMETERS.items()}
+    optimizer = ShardedOptimizer(params, roles=roles, config=config, dp=dp, specs=SPECS, tp=mesh.tp)
+    for step in range(3):
+        gradients = random(step + 1, torch.promote_types(dtype, torch.float32))
+        owned = {name: SPECS[name].take(x, mesh) for name, x in gradients.items() if name in dp.owned_names}
+        optimizer.step(owned, lr=LR)
+    return {name: param.detach() for name, param in params.items()} | optimizer.state_dict()
+
+
+def muon_on_rank(dtype: torch.dtype, config: OptimConfig) -> dict[str, Tensor]:
+    world = dist.get_world_size()
+    return run_muon(make_mesh(ParallelConfig(tp=world), world), dtype, config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"nesterov": False}, {"per_head": False}, {"output_per_head": True}],
+    ids=lambda options: next(iter(options), "default"),
+)
+def test_cut_matrices_are_updated_as_whole_ones(pool: RankPool, options: dict[str, bool]) -> None:
+    config = OptimConfig(ns_dtype="fp64", **options)
+    whole = run_muon(Mesh(), torch.float64, config)
+    ranks = pool.run(muon_on_rank, torch.float64, config)
+    for name, (_, _, dim) in PARAMETERS.items():
+        for key in (name, f"{name}/momentum"):
+            held = [rank[key] for rank in ranks if key in rank]
+            found = held[0] if dim is None else torch.cat(held, dim=dim)
+            torch.testing.assert_close(found, whole[key], rtol=1e-9, atol=1e-11, msg=key)
+
+
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
+def test_bf16_parameters_with_fp32_masters(pool: RankPool, ns_dtype: str) -> None:
+    config = OptimConfig(ns_dtype=ns_dtype)
+    whole = run_muon(Mesh(), torch.bfloat16, config)
+    ranks = pool.run(muon_on_rank, torch.bfloat16, config)
+    for name, (_, shape, dim) in PARAMETERS.items():
+        key = f"{name}/master"
+        held = [rank[key] for rank in ranks if key in rank]
+        found = held[0] if dim is None else torch.cat(held, dim=dim)
+        # A few roundings of the direction, in units of the largest update.
+        largest = 3 * LR * 0.2 * max(shape[-2:]) ** 0.5
+        torch.testing.assert_close(found, whole[key], rtol=0, atol=largest * (2**-6 if ns_dtype == "bf16" else 2**-18))
+
+
+def test_orthogonalising_parts_would_be_far_off() -> None:
+    """What the exchange is for: four parts on their own are another update (deepspeedai/DeepSpeed#8437)."""
+    x = random(0, torch.float64)["gate"]
+    whole = first_update(x)
+    parts = torch.cat([first_update(part) for part in x.chunk(4)])
+    assert (parts - whole).norm() / whole.norm() > 0.3
+
+
+def first_update(gradient: Tensor) -> Tensor:
+    """The first update that a matrix of zeros gets."""
+    params = {"x": nn.Parameter(torch.zeros_like(gradient))}
+    dp = DataParallel(params, axis=Axis())
+    ShardedOptimizer(params, roles={"x": MATRIX}, config=OptimConfig(), dp=dp).step({"x": gradient.clone()}, lr=LR)
+    return params["x"].detach()
+
+
+def cut_groups(world: int) -> dict[str, Group]:
+    """The groups of the headless matrices that are cut, on any rank of ``world``."""
+    mesh = Mesh(tp=Axis("tp", None, 0, world))
+    groups = {}
+    for name, (role, shape, _) in PARAMETERS.items():
+        param = torch.empty(SPECS[name].local_shape(mesh), device="meta")
+        group = make_group(name, param=param, role=role, config=OptimConfig(output_per_head=True), spec=SPECS[name])
+        assert (group.cut is not None) == (role is MATRIX and SPECS[name].shards != ())
+        if group.cut is not None:
+            assert group.blocks == (((shape[0] if len(shape) == 3 else 1), *shape[-2:]),)
+            groups[name] = group
+    return groups
+
+
+def round_trip() -> tuple[dict[str, Tensor], dict[str, int]]:
+    world = dist.get_world_size()
+    mesh = make_mesh(ParallelConfig(tp=world), world)
+    values, groups = random(0, torch.float32), cut_groups(world)
+    exchange = MatrixExchange(groups, mesh.tp)
+    parts = {name: SPECS[name].take(values[name], mesh) for name in groups}
+    whole = exchange.gather(parts)
+    assert {name: x.shape for name, x in whole.items()} == {name: g.shape for name, g in exchange.share.items()}
+    back = exchange.scatter({name: x.bfloat16() for name, x in whole.items()})
+    for name, part in parts.items():
+        assert torch.equal(back[name], part.bfloat16()), name
+    return whole, mesh.tp.traffic.sent
+
+
+def test_whole_matrices_and_back(pool: RankPool) -> None:
+    ranks = pool.run(round_trip)
+    values, groups = random(0, torch.float32), cut_groups(4)
+    for name in groups:
+        joined = torch.cat([whole[name] for whole, _ in ranks])
+        assert torch.equal(joined, values[name].view(joined.shape)), name
+    elements = sum(values[name].numel() for name in groups)
+    # fp32 there, bf16 back; three quarters of every matrix travel.
+    assert sum(sent["tp all_to_all"] for _, sent in ranks) == elements * 3 // 4 * (4 + 2)
+
+
+@settings(deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40)), max_size=8),
+    ranks=st.integers(1, 5),
+)
+def test_work_is_shared_evenly(shapes: list[tuple[int, int, int]], ranks: int) -> None:
+    groups = {str(i): Group(str(i), shape, "muon", (shape,), 0.0, MATRIX) for i, shape in enumerate(shapes)}
+    counts = share_matrices(groups, ranks=ranks)
+    assert all(sum(counts[str(i)]) == n for i, (n, _, _) in enumerate(shapes))
+    costs = [newton_schulz_cost(rows, columns) for _, rows, columns in shapes]
+    load = [sum(counts[str(i)][rank] * cost for i, cost in enumerate(costs)) for rank in range(ranks)]
+    assert max(load) - min(load) <= max(costs, default=0) * (1 + 1e-9)
