@@ -4,7 +4,7 @@ A KDA layer carries its state and the last inputs of its convolutions, an MLA la
 by token this equals the full forward pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -32,9 +32,25 @@ class Decoder:
 def generate(
     model: KimiModel, prompt_T: Tensor, *, tokens: int, temperature: float, seed: int, stop: int | None = None
 ) -> Iterator[int]:
+    """Sample a continuation from a model on one rank, token by token; see `continue_text`."""
+    feed = Decoder(model, batch=1).feed
+    return continue_text(feed, prompt_T, tokens=tokens, temperature=temperature, seed=seed, stop=stop)
+
+
+def continue_text(
+    feed: Callable[[Tensor], Tensor],
+    prompt_T: Tensor,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    stop: int | None = None,
+) -> Iterator[int]:
     """Sample a continuation, token by token.
 
     Args:
+        feed: takes new tokens [1, T] and returns logits [1, ., V], of which the last row is after the last token;
+            `Decoder.feed`, or what stands in for it.
         prompt_T: int64 ids, at least one.
         tokens: most tokens to sample.
         temperature: 0 takes the likeliest token.
@@ -49,10 +65,9 @@ def generate(
     if temperature < 0:
         raise ValueError(f"temperature={temperature}: must be at least 0; 0 is greedy")
     generator = torch.Generator().manual_seed(seed)
-    decoder = Decoder(model, batch=1)
-    feed = prompt_T.unsqueeze(0)
+    new = prompt_T.unsqueeze(0)
     for _ in range(tokens):
-        logits_V = decoder.feed(feed)[0, -1].float().cpu()
+        logits_V = feed(new)[0, -1].float().cpu()
         if temperature == 0:
             token = int(logits_V.argmax())
         else:
@@ -60,4 +75,4 @@ def generate(
         if token == stop:
             return
         yield token
-        feed = prompt_T.new_tensor([[token]])
+        new = prompt_T.new_tensor([[token]])

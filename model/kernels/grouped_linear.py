@@ -15,13 +15,26 @@ def grouped_linear(rows_RI: Tensor, weight_SOI: Tensor, segment_ends_S: Tensor) 
         weight_SOI: one matrix per segment, same dtype.
         segment_ends_S: int32 offsets, rising, the last one R.
     """
-    if not _fits(rows_RI, weight_SOI):
+    if not _fits(rows_RI, *weight_SOI.shape[1:]):
         return grouped_linear_reference(rows_RI, weight_SOI, segment_ends_S)
     return F.grouped_mm(rows_RI, weight_SOI.transpose(1, 2), offs=segment_ends_S)
 
 
-def _fits(rows: Tensor, weight: Tensor) -> bool:
+def grouped_weight_gradient(grad_RO: Tensor, rows_RI: Tensor, segment_ends_S: Tensor) -> Tensor:
+    """Gradient [S, O, I] of the weights of `grouped_linear`: ``grad[segment s].T @ rows[segment s]``.
+
+    Args:
+        grad_RO: gradient of the product.
+        rows_RI, segment_ends_S: what was multiplied, as there.
+    """
+    if _fits(rows_RI, grad_RO.shape[1], rows_RI.shape[1]):
+        return F.grouped_mm(grad_RO.T, rows_RI, offs=segment_ends_S)
+    ends = segment_ends_S.tolist()
+    return torch.stack([grad_RO[a:b].T @ rows_RI[a:b] for a, b in zip([0, *ends[:-1]], ends)])
+
+
+def _fits(rows: Tensor, *widths: int) -> bool:
     """grouped_mm takes bf16 and fp32 and strides that are multiples of 16 bytes, also in its backward."""
     if rows.dtype not in (torch.bfloat16, torch.float32) or rows.shape[0] == 0:
         return False
-    return all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
+    return all(width * rows.element_size() % 16 == 0 for width in widths)

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from model.kimi import Block, KimiModel
+from parallel.mesh import Axis, Mesh
+from parallel.pipeline.layout import PipelineLayout
 
 
 class Absent(nn.Module):
@@ -30,10 +32,40 @@ def keep_part(model: KimiModel, layers: Collection[int], *, first: bool, last: b
     for index in range(len(model.layers)):
         if index not in layers:
             model.layers[index] = Absent()
-    gone = ([] if first else ["embed"]) + ([] if last else ["output_mix", "norm", "head"])
+    # A tied head keeps the embedding beside it, for its name, which is the embedding's.
+    gone = [] if first or (last and model.config.tie_embeddings) else ["embed"]
+    gone += [] if last else ["output_mix", "norm", "head"]
     for name in gone:
         if getattr(model, name) is not None:
             setattr(model, name, Absent())
+
+
+def parameter_stages(model: KimiModel, layout: PipelineLayout) -> dict[str, int]:
+    """Virtual stage of every parameter that ``model`` holds, in the order of ``named_parameters``.
+
+    Of a parameter that two of them use (a tied head), the one whose backward comes last.
+    """
+    embeds = 0 in held_layers(model)
+    stage_of = {layer: stage for stage in range(layout.stages) for layer in layout.layers(stage)}
+    stages = {}
+    for name, _ in model.named_parameters():
+        module, _, rest = name.partition(".")
+        if module == "layers":
+            stages[name] = stage_of[int(rest.partition(".")[0])]
+        else:
+            stages[name] = 0 if module == "embed" and embeds else layout.last
+    return stages
+
+
+def tied_to(model: KimiModel, *, mesh: Mesh) -> Axis | None:
+    """The two ranks that share a tied embedding, if this rank is one of them and its head's use is another's affair.
+
+    A rank that holds both ends of the pipeline (there is one stage, or they lie in a V) has nothing to share.
+    """
+    if not model.config.tie_embeddings or mesh.ends.size == 1:
+        return None
+    has_head = not isinstance(model.head, Absent)
+    return mesh.ends if has_head == (mesh.ends.rank == 1) else None
 
 
 def held_layers(model: KimiModel) -> tuple[int, ...]:
