@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parallel.data import ALIGNMENT, BucketPlan, DataParallel, plan_buckets
+from parallel.mesh import Axis
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -23,17 +24,20 @@ def plan(
     low=st.lists(st.booleans(), min_size=30, max_size=30),
     dp=st.integers(1, 9),
     bucket_bytes=st.integers(1, 20_000),
+    num_parts=st.integers(1, 4),
 )
-def test_every_parameter_is_whole_in_one_bucket_of_its_dtype(
-    sizes: list[int], low: list[bool], dp: int, bucket_bytes: int
+def test_every_parameter_is_whole_in_one_bucket_of_its_dtype_and_part(
+    sizes: list[int], low: list[bool], dp: int, bucket_bytes: int, num_parts: int
 ) -> None:
     named = {f"p{i}": size for i, size in enumerate(sizes)}
     dtypes = {name: DTYPES[flag] for name, flag in zip(named, low, strict=False)}
-    result = plan_buckets(named, dp=dp, bucket_bytes=bucket_bytes, cost=named, dtypes=dtypes)
+    parts = {name: i % num_parts for i, name in enumerate(named)}
+    result = plan_buckets(named, dp=dp, bucket_bytes=bucket_bytes, cost=named, dtypes=dtypes, parts=parts)
     seen: list[str] = []
     for bucket in result.buckets:
         assert 0 <= bucket.owner < dp
         assert len({dtypes[slot.name] for slot in bucket.slots}) == 1
+        assert {parts[slot.name] for slot in bucket.slots} == {bucket.part}
         end = 0
         for slot in bucket.slots:
             assert slot.offset % ALIGNMENT == 0
@@ -95,19 +99,17 @@ def batches() -> list[torch.Tensor]:
     return [torch.randn(4, 5, generator=generator) for _ in range(3)]
 
 
-def test_one_process_is_plain_accumulation_bitwise() -> None:
+@pytest.mark.parametrize("zero", [1, 2])
+def test_one_process_is_plain_accumulation_bitwise(zero: int) -> None:
     net, plain = Net(), Net()
     params = dict(net.named_parameters())
-    dp = DataParallel(params, group=None, bucket_bytes=1)
+    dp = DataParallel(params, axis=Axis(), zero=zero, bucket_bytes=1)
     for step in range(2):
         dp.zero_gradients()
         expected = {name: torch.zeros(param.shape) for name, param in plain.named_parameters()}
         for i, batch in enumerate(batches()):
-            if i < 2:
+            with dp.backward(last=i == 2):
                 net(batch, use_rare=step == 0).backward()
-            else:
-                with dp.last_microbatch():
-                    net(batch, use_rare=step == 0).backward()
             plain.zero_grad()
             plain(batch, use_rare=step == 0).backward()
             for name, param in plain.named_parameters():
@@ -125,7 +127,7 @@ def test_one_process_is_plain_accumulation_bitwise() -> None:
 def test_parameters_keep_their_values_and_gain_aligned_shared_storage() -> None:
     net = Net()
     before = {name: param.detach().clone() for name, param in net.named_parameters()}
-    DataParallel(dict(net.named_parameters()), group=None, bucket_bytes=2**20)
+    DataParallel(dict(net.named_parameters()), axis=Axis(), bucket_bytes=2**20)
     for name, param in net.named_parameters():
         assert torch.equal(param, before[name])
         assert param.data_ptr() % 64 == 0
@@ -134,7 +136,7 @@ def test_parameters_keep_their_values_and_gain_aligned_shared_storage() -> None:
 
 def test_bf16_gradients_are_summed_in_fp32() -> None:
     w = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    dp = DataParallel({"w": w}, group=None)
+    dp = DataParallel({"w": w}, axis=Axis())
     for scale in [1.0] * 64 + [2.0**-8]:
         (w * scale).sum().backward()
     dp.finish()
@@ -143,7 +145,7 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
 
 def test_fp64_gradients_stay_fp64() -> None:
     w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    dp = DataParallel({"w": w}, group=None)
+    dp = DataParallel({"w": w}, axis=Axis())
     (w * (1 + 2.0**-50)).sum().backward()
     dp.finish()
     assert dp.owned_gradients()["w"].item() == 1 + 2.0**-50
@@ -151,8 +153,8 @@ def test_fp64_gradients_stay_fp64() -> None:
 
 def test_a_gradient_after_its_reduction_is_refused() -> None:
     w = nn.Parameter(torch.ones(2))
-    dp = DataParallel({"w": w}, group=None)
-    with dp.last_microbatch():
+    dp = DataParallel({"w": w}, axis=Axis())
+    with dp.backward(last=True):
         w.sum().backward()
         with pytest.raises(AssertionError, match="w: a gradient arrived after its bucket was reduced"):
             w.sum().backward()
@@ -161,6 +163,29 @@ def test_a_gradient_after_its_reduction_is_refused() -> None:
 def test_tied_and_frozen_parameters_are_refused() -> None:
     w = nn.Parameter(torch.ones(2))
     with pytest.raises(AssertionError, match="two names"):
-        DataParallel({"a": w, "b": w}, group=None)
+        DataParallel({"a": w, "b": w}, axis=Axis())
     with pytest.raises(AssertionError, match="frozen"):
-        DataParallel({"a": nn.Parameter(torch.ones(2), requires_grad=False)}, group=None)
+        DataParallel({"a": nn.Parameter(torch.ones(2), requires_grad=False)}, axis=Axis())
+
+
+def test_blocks_do_not_nest_and_nothing_follows_the_last() -> None:
+    w = nn.Parameter(torch.ones(2))
+    dp = DataParallel({"w": w}, axis=Axis())
+    with dp.backward(last=True), pytest.raises(AssertionError, match="do not nest"), dp.backward(last=True):
+        pass
+    with pytest.raises(AssertionError, match="w: a gradient arrived after its bucket was reduced"):
+        dp.add_gradient(w, torch.ones(2))
+    dp.zero_gradients()
+    dp.add_gradient(w, torch.ones(2))
+    dp.finish()
+    assert dp.owned_gradients()["w"].tolist() == [1, 1]
+
+
+def test_a_block_that_fails_reduces_nothing() -> None:
+    w = nn.Parameter(torch.ones(2))
+    dp = DataParallel({"w": w}, axis=Axis())
+    with pytest.raises(ValueError, match="broken"), dp.backward(last=True):
+        raise ValueError("broken")
+    w.sum().backward()
+    dp.finish()
+    assert dp.owned_gradients()["w"].tolist() == [1, 1]

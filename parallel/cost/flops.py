@@ -57,6 +57,20 @@ def forward_flops(config: ModelConfig, *, length: int) -> ForwardFlops:
     )
 
 
+def layer_flops(config: ModelConfig, *, length: int) -> list[float]:
+    """Per-token forward operations of each layer; with the head's and the output mix's they make `forward_flops`."""
+    d, moe = config.hidden_dim, config.moe
+    width = moe.latent_dim or d
+    experts = 2 * d * moe.experts + 6 * moe.expert_dim * (moe.top_k * width + moe.shared_experts * d)
+    experts += 4 * d * moe.latent_dim if moe.latent_dim is not None else 0
+    costs = []
+    for layer, mixer in enumerate(config.mixers):
+        cost = _kda_flops(config) if mixer == "K" else _mla_flops(config, length)
+        cost += experts if config.is_moe(layer) else 6 * d * config.dense_dim
+        costs.append(cost + _mix_flops(config, 2 * layer) + _mix_flops(config, 2 * layer + 1))
+    return costs
+
+
 def training_flops(config: ModelConfig, *, length: int) -> float:
     """Operations per trained token: forward once, backward twice that."""
     return 3 * forward_flops(config, length=length).total
@@ -85,11 +99,13 @@ def _mla_flops(config: ModelConfig, length: int) -> float:
 
 
 def _residual_flops(config: ModelConfig) -> float:
-    """Scores and weighted sum over the sources of every mix: 4 D per source."""
-    if config.residual_block is None:
+    """All mixes: one before each sublayer, and the output's."""
+    return sum(_mix_flops(config, sublayer) for sublayer in range(2 * config.num_layers + 1))
+
+
+def _mix_flops(config: ModelConfig, sublayer: int) -> float:
+    """Scores and weighted sum over the sources that ``sublayer`` reads, 4 D each; the first reads one as it is."""
+    if config.residual_block is None or sublayer == 0:
         return 0
-    sublayers, sources = 2 * config.num_layers, 0
-    for sublayer in range(1, sublayers + 1):
-        closed = (sublayer - 1) // config.residual_block + 1
-        sources += closed + 1
-    return 4 * config.hidden_dim * sources
+    closed = (sublayer - 1) // config.residual_block + 1
+    return 4 * config.hidden_dim * (closed + 1)

@@ -1,0 +1,139 @@
+"""Memory of one rank at the peak of a step, from the config alone.
+
+    weights     whole buckets, alignment included           gradients   fp32 sums: ZeRO-1 all, ZeRO-2 the owned ones
+    masters     of what it owns, where weights are narrow   optimizer   of what it owns: Muon one number, AdamW two
+    activations of all microbatches between their forward and backward, as the schedule has them at most
+    working     what one operation needs on top: the loss of a chunk of tokens with the head's gradient, or the backward
+                of one layer, which makes again what was not kept
+
+The first four are exact. Activations are those of `parallel.cost.activations`. Of the working memory the largest terms
+are counted, so the sum is an estimate, a few percent off (`python -m tests.bench.parallel` measures it). Buffers of
+collectives are not counted, nor what an allocator loses between blocks.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from model.kernels.situ_glu import SLICE
+from parallel.cost.activations import deferred_bytes, even_rows, layer_bytes, output_bytes
+from parallel.cost.plan import Held, StepPlan, held_by
+from parallel.data import IN_FLIGHT
+from parallel.pipeline.schedule import make_schedule, splits_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank. transient: of gradients that are on their way to their owners (ZeRO-2)."""
+
+    weights: int
+    buffers: int
+    gradients: int
+    transient: int
+    masters: int
+    optimizer: int
+    activations: float
+    working: float
+
+    @property
+    def static(self) -> int:
+        """What is there between steps."""
+        return self.weights + self.buffers + self.gradients + self.masters + self.optimizer
+
+    @property
+    def peak(self) -> float:
+        """Most at any time."""
+        return self.static + self.transient + self.activations + self.working
+
+
+def rank_memory(
+    plan: StepPlan, *, rank: int, cost: Mapping[str, float] | None = None, rows: float | None = None
+) -> Memory:
+    """Memory of ``rank``.
+
+    Args:
+        cost: work of updating each of its parameters, as in `parallel.cost.plan.held_by`; decides who owns what.
+        rows: (token, choice) rows that the rank's experts compute in a layer and microbatch, padding included. None:
+            even routing.
+    """
+    held = held_by(plan, rank=rank, cost=cost)
+    rows = even_rows(plan) if rows is None else rows
+    owned = set(held.owned)
+    mine = [bucket for bucket in held.buckets.buckets if owned.issuperset(slot.name for slot in bucket.slots)]
+    others = [bucket for bucket in held.buckets.buckets if bucket not in mine]
+    summed = held.buckets.buckets if plan.parallel.zero == 1 else mine
+    transient = sum(sorted((bucket.numel for bucket in others), reverse=True)[: 1 + IN_FLIGHT])
+    narrow = [name for name in held.owned if held.dtypes[name].itemsize < plan.wide]
+    return Memory(
+        weights=sum(b.numel * held.dtypes[b.slots[0].name].itemsize for b in held.buckets.buckets),
+        buffers=held.buffer_bytes,
+        gradients=sum(bucket.numel for bucket in summed) * plan.wide,
+        transient=transient * plan.wide if plan.parallel.zero == 2 else 0,
+        masters=sum(math.prod(held.shapes[name]) for name in narrow) * plan.wide,
+        optimizer=sum(
+            math.prod(held.shapes[name]) * plan.wide * (1 if held.roles[name].kind == "matrix" else 2)
+            for name in held.owned
+        ),
+        activations=_most_kept(plan, held, rows),
+        working=max(_loss_work(plan, held), _layer_work(plan, held, rows)),
+    )
+
+
+def stage_bytes(plan: StepPlan, stage: int, *, rows: float) -> float:
+    """Bytes that one microbatch leaves in a virtual stage between its forward and its backward."""
+    layout, dim = plan.layout, plan.model.hidden_dim
+    total = sum(layer_bytes(plan, layer, rows=rows) for layer in layout.layers(stage))
+    if stage == layout.last:
+        total += output_bytes(plan)
+    if stage > 0:
+        # The rows that came with the prefix, and the copies that the receiving end keeps apart from its message.
+        total += len(layout.arriving(stage)) * (plan.tokens // plan.parallel.tp) * dim * plan.narrow
+    return total
+
+
+def _most_kept(plan: StepPlan, held: Held, rows: float) -> float:
+    """Most bytes of activations at once, by walking through the rank's actions."""
+    layout, rank = plan.layout, held.mesh.pp.rank
+    schedule = make_schedule(plan.parallel.schedule, layout, microbatches=plan.microbatches)
+    split = splits_weights(schedule)
+    message = plan.tokens // plan.parallel.tp * plan.model.hidden_dim * plan.narrow
+    kept = {stage: stage_bytes(plan, stage, rows=rows) for stage in layout.stages_of(rank)}
+    put_off = {
+        stage: sum(deferred_bytes(plan, layer, rows=rows) for layer in layout.layers(stage)) if split else 0.0
+        for stage in kept
+    }
+    now = most = 0.0
+    for kind, stage, _ in schedule[rank]:
+        now += {"F": kept[stage], "B": put_off[stage] - kept[stage], "W": -put_off[stage]}[kind]
+        most = max(most, now)
+        hop = {"F": stage, "B": stage - 1}.get(kind, -1)
+        if plan.sends_linger and hop >= 0:
+            now += layout.slices(hop) * message
+    return most
+
+
+def _loss_work(plan: StepPlan, held: Held) -> float:
+    """The head's gradient and one chunk's logits, or the scaling of that gradient: at the end of a forward pass."""
+    if not held.last:
+        return 0.0
+    vocabulary, dim = held.shapes[held.head]
+    s, w = plan.narrow, plan.wide
+    weight, chunk = vocabulary * dim, min(plan.loss_chunk, plan.tokens)
+    hidden = plan.tokens * dim * s * (1 if plan.parallel.tp == 1 else 2)
+    # In the chunk's product for the head: the logits' gradient, in both dtypes, and the product before it is added.
+    forward = chunk * vocabulary * (w + (s if s < w else 0)) + weight * (w + s)
+    # Backward scales the gradient into a new tensor and casts it.
+    backward = weight * (2 * w + (s if s < w else 0))
+    return hidden + max(forward, backward + plan.tokens * dim * s)
+
+
+def _layer_work(plan: StepPlan, held: Held, rows: float) -> float:
+    """What the costliest layer makes again, and the gradients and temporaries of its widest feed-forward."""
+    s, w = plan.narrow, plan.wide
+    again = max(
+        layer_bytes(plan, layer, policy="none", rows=rows) - layer_bytes(plan, layer, rows=rows)
+        for layer in held.layers
+    )
+    dense, routed = plan.tokens * plan.model.dense_dim, rows * plan.model.moe.expert_dim
+    inner = max(routed if plan.model.is_moe(layer) else dense for layer in held.layers) / plan.parallel.tp
+    return again + 3 * inner * s + 4 * min(inner, SLICE) * w + 2 * plan.tokens * plan.model.hidden_dim * s
