@@ -43,8 +43,12 @@ class DecayGate(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, H, K] log decay, at most 0."""
-        dtype = compute_dtype(x_BTD.dtype)
-        z = self.up(self.down(x_BTD)).to(dtype) + self.dt_bias.to(dtype)
+        return self.squash(self.up(self.down(x_BTD)))
+
+    def squash(self, z: Tensor) -> Tensor:
+        """From the product [B, T, H * K] to the log decay: everything but the product."""
+        dtype = compute_dtype(z.dtype)
+        z = z.to(dtype) + self.dt_bias.to(dtype)
         z = z.unflatten(-1, (self.A_log.numel(), -1))
         rate = self.A_log.to(dtype).exp().unsqueeze(-1)
         if self.lower_bound is None:
@@ -93,7 +97,10 @@ class KDA(nn.Module):
         streams = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         filters = ConvWeights(self.q_conv.weight, self.k_conv.weight, self.v_conv.weight)
         beta_BTH = torch.sigmoid(self.beta(x_BTD).to(compute_dtype(x_BTD.dtype)))
-        o_BTHV = self.core(streams, filters, self.decay(x_BTD), beta_BTH, documents=documents, cache=cache)
+        bound = self.decay.lower_bound
+        o_BTHV = self.core(
+            streams, filters, self.decay(x_BTD), beta_BTH, gate_bound=bound, documents=documents, cache=cache
+        )
         gate_BTHV = self.gate(x_BTD).unflatten(-1, (self.heads, -1))
         return self.out((torch.sigmoid(gate_BTHV) * self.norm(o_BTHV)).flatten(2))
 

@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, D model, C channels.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -61,10 +63,14 @@ class Activation:
         return F.silu(gate) * up
 
 
+GatedActivation = Callable[[Tensor, Tensor], Tensor]
+"""(gate, up) to their gated product: `Activation`, or what stands in for it."""
+
+
 class GatedFFN(nn.Module):
     """``W_down act(W_gate x, W_up x)``: the dense feed-forward and the shared experts."""
 
-    def __init__(self, dim: int, inner: int, *, activation: Activation) -> None:
+    def __init__(self, dim: int, inner: int, *, activation: GatedActivation) -> None:
         super().__init__()
         self.gate = Linear(dim, inner)
         self.up = Linear(dim, inner)

@@ -18,6 +18,7 @@ takes the ranks that the document lies on and no others, so no number of one doc
 Shapes: T tokens of the slice, H heads, K key, V value, C channels, W filter width, X = V + K.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,10 +27,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from model.documents import Documents
-from model.kernels.causal_conv import causal_conv
 from model.kernels.kda_chunk import kda_chunk
 from model.precision import compute_dtype
-from model.seams import ConvWeights, KDACache, LocalKDA, l2_normalize
+from model.seams import NORMALIZED, ConvWeights, KDACache, LocalKDA, prepare_stream
 from parallel.collectives import all_gather, gather_plain
 from parallel.context.layout import SlicedDocuments
 from parallel.mesh import Axis
@@ -44,6 +44,7 @@ class ContextKDA:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.local = LocalKDA()
+        self.prepare: Callable[..., Tensor] = prepare_stream
 
     def __call__(
         self,
@@ -52,6 +53,7 @@ class ContextKDA:
         g_BTHK: Tensor,
         beta_BTH: Tensor,
         *,
+        gate_bound: float | None = None,
         documents: Documents,
         cache: KDACache | None,
     ) -> Tensor:
@@ -61,17 +63,19 @@ class ContextKDA:
         heads = beta_BTH.shape[-1]
         tails = halo(streams, self.axis, width=filters.q.shape[1])
         q, k, v = (
-            causal_conv(x, weight, position_BT=documents.position_BT, tail=tail).unflatten(-1, (heads, -1))
-            for x, weight, tail in zip(streams, filters, tails)
+            self.prepare(x, weight, tail, documents.position_BT, heads, normalize)
+            for x, weight, tail, normalize in zip(streams, filters, tails, NORMALIZED)
         )
-        inputs = l2_normalize(q), l2_normalize(k), v, g_BTHK, beta_BTH
+        inputs = q, k, v, g_BTHK, beta_BTH
         continued = documents.continued
-        o_continued, reads_BTHK, segment_HKX = run_affine(*(x[:, :continued] for x in inputs))
+        o_continued, reads_BTHK, segment_HKX = run_affine(*(x[:, :continued] for x in inputs), gate_bound=gate_bound)
         o_begun = v[:, continued:]
         if continued < documents.length:
             assert documents.cu_seqlens is not None
             offsets = documents.cu_seqlens - continued
-            o_begun, state_NHKV = kda_chunk(*(x[:, continued:] for x in inputs), cu_seqlens=offsets[offsets >= 0])
+            o_begun, state_NHKV = kda_chunk(
+                *(x[:, continued:] for x in inputs), cu_seqlens=offsets[offsets >= 0], gate_bound=gate_bound
+            )
             # The last document begins here, so nothing that came before passes through it: M = 0.
             segment_HKX = F.pad(state_NHKV[-1], (0, g_BTHK.shape[-1]))
         first, last = documents.first_rank, documents.last_rank
@@ -91,7 +95,9 @@ def halo(streams: tuple[Tensor, Tensor, Tensor], axis: Axis, *, width: int) -> t
     return before[:, axis.rank * tail.shape[1] :][:, : width - 1].split(channels, dim=-1)
 
 
-def run_affine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_affine(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate_bound: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """One stretch of one document as a function of the state that enters it; arguments as for `kda_chunk`, B = 1.
 
     Returns:
@@ -105,7 +111,7 @@ def run_affine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tupl
     initial = F.pad(identity, (value, 0)).expand(1, heads, key, value + key)
     if q.shape[1] == 0:
         return *wide.split([value, key], dim=-1), initial[0]
-    o, final = kda_chunk(q, k, wide, g, beta, initial_state=initial)
+    o, final = kda_chunk(q, k, wide, g, beta, initial_state=initial, gate_bound=gate_bound)
     return *o.split([value, key], dim=-1), final[0]
 
 
