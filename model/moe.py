@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from model.config import MoEConfig
 from model.kernels.grouped_linear import grouped_linear
-from model.layers import Activation, GatedFFN, RMSNorm
+from model.layers import GatedActivation, GatedFFN, RMSNorm
 from model.params import ParamRole, declare
-from model.router import Router
-from model.seams import ExpertWeights, Linear, LocalDispatcher, TokenDispatcher
+from model.router import Decisions, Router
+from model.seams import ExpertWeights, GroupedProduct, Linear, LocalDispatcher, TokenDispatcher
 from model.stats import LayerStats
 
 
@@ -34,17 +34,24 @@ class Experts(nn.Module):
         return ExpertWeights(self.gate, self.up, self.down)
 
 
-def expert_ffn(rows_RL: Tensor, segment_ends_S: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+def expert_ffn(
+    rows_RL: Tensor,
+    segment_ends_S: Tensor,
+    weights: ExpertWeights,
+    activation: GatedActivation,
+    *,
+    product: GroupedProduct = grouped_linear,
+) -> Tensor:
     """The gated feed-forward of each segment's expert. Weights are an argument: home or borrowed, all one product."""
-    gate = grouped_linear(rows_RL, weights.gate, segment_ends_S)
-    up = grouped_linear(rows_RL, weights.up, segment_ends_S)
-    return grouped_linear(activation(gate, up), weights.down, segment_ends_S)
+    gate = product(rows_RL, weights.gate, segment_ends_S)
+    up = product(rows_RL, weights.up, segment_ends_S)
+    return product(activation(gate, up), weights.down, segment_ends_S)
 
 
 class MoE(nn.Module):
     """The feed-forward of an expert layer: [B, T, D] -> [B, T, D]."""
 
-    def __init__(self, dim: int, config: MoEConfig, *, activation: Activation, norm_eps: float) -> None:
+    def __init__(self, dim: int, config: MoEConfig, *, activation: GatedActivation, norm_eps: float) -> None:
         super().__init__()
         self.activation = activation
         self.router = Router(dim, config)
@@ -56,15 +63,20 @@ class MoE(nn.Module):
         shared_dim = config.shared_experts * config.expert_dim
         self.shared = GatedFFN(dim, shared_dim, activation=activation) if shared_dim else None
         self.dispatcher: TokenDispatcher = LocalDispatcher()
+        self.product: GroupedProduct = grouped_linear
 
-    def forward(self, x_BTD: Tensor, *, stats: LayerStats | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, *, stats: LayerStats | None, decisions: Decisions | None = None) -> Tensor:
+        """``decisions`` of an earlier pass over the same tokens, where this one repeats it."""
         x_TD = x_BTD.flatten(0, 1)
-        routing = self.router(x_TD, stats=stats)
+        routing = self.router(x_TD, stats=stats, decisions=decisions)
         x_TL = x_TD if self.down is None else self.down(x_TD)
         handle = self.dispatcher.dispatch(x_TL, routing, self.experts.weights())
         shared_BTD = None if self.shared is None else self.shared(x_BTD)
-        rows_RL, segment_ends_S, weights = self.dispatcher.receive(handle)
-        rows_RL = expert_ffn(rows_RL, segment_ends_S, weights, self.activation)
+        results = [
+            expert_ffn(rows_RL, segment_ends_S, weights, self.activation, product=product or self.product)
+            for rows_RL, segment_ends_S, weights, product in self.dispatcher.receive(handle)
+        ]
+        rows_RL = results[0] if len(results) == 1 else torch.cat(results)
         u_TL = self.dispatcher.combine(rows_RL, routing, handle)
         if self.norm is not None:
             u_TL = self.norm(u_TL)

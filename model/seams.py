@@ -15,6 +15,7 @@ latent's keys and the shared key, R latent rank; and for experts: T tokens flat,
 K choices, R rows, S segments.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -170,7 +171,12 @@ class KDACache:
 
 
 class KDACore(Protocol):
-    """Short convolutions, normalisation and the gated delta rule."""
+    """Short convolutions, normalisation and the gated delta rule.
+
+    prepare: `prepare_stream`, or what stands in for it.
+    """
+
+    prepare: Callable[..., Tensor]
 
     def __call__(
         self,
@@ -179,6 +185,7 @@ class KDACore(Protocol):
         g_BTHK: Tensor,
         beta_BTH: Tensor,
         *,
+        gate_bound: float | None = None,
         documents: Documents,
         cache: KDACache | None,
     ) -> Tensor:
@@ -189,6 +196,7 @@ class KDACore(Protocol):
             filters: their convolution weights.
             g_BTHK: log decay, at most 0, fp32.
             beta_BTH: step sizes in (0, 1).
+            gate_bound: bound below ``g``, if there is one; makes the kernel faster.
             documents: convolution and state stop at them.
             cache: what came before; brought up to date in place.
         """
@@ -198,6 +206,9 @@ class KDACore(Protocol):
 class LocalKDA:
     """`KDACore` on one rank."""
 
+    def __init__(self) -> None:
+        self.prepare: Callable[..., Tensor] = prepare_stream
+
     def __call__(
         self,
         streams: tuple[Tensor, Tensor, Tensor],
@@ -205,6 +216,7 @@ class LocalKDA:
         g_BTHK: Tensor,
         beta_BTH: Tensor,
         *,
+        gate_bound: float | None = None,
         documents: Documents,
         cache: KDACache | None,
     ) -> Tensor:
@@ -214,12 +226,11 @@ class LocalKDA:
             # Decoding continues one document: no tap is ever out of reach, tails begin as zeros.
             position = position + cache.tails[0].shape[1]
         q, k, v = (
-            causal_conv(x, weight, position_BT=position, tail=tail).unflatten(-1, (heads, -1))
-            for x, weight, tail in zip(streams, filters, tails)
+            self.prepare(x, weight, tail, position, heads, normalize)
+            for x, weight, tail, normalize in zip(streams, filters, tails, NORMALIZED)
         )
-        q, k = l2_normalize(q), l2_normalize(k)
         if cache is None:
-            return kda_chunk(q, k, v, g_BTHK, beta_BTH, cu_seqlens=documents.cu_seqlens)[0]
+            return kda_chunk(q, k, v, g_BTHK, beta_BTH, cu_seqlens=documents.cu_seqlens, gate_bound=gate_bound)[0]
         # For a single token the recurrence itself is the fast form.
         kernel = kda_reference if q.shape[1] == 1 else kda_chunk
         o, cache.state_BHKV = kernel(q, k, v, g_BTHK, beta_BTH, initial_state=cache.state_BHKV)
@@ -228,6 +239,21 @@ class LocalKDA:
         assert q_tail.shape[1] == keep
         cache.tails = (q_tail, k_tail, v_tail)
         return o
+
+
+# Which of KDA's streams q, k, v are normalised.
+NORMALIZED = True, True, False
+
+
+def prepare_stream(
+    x_BTC: Tensor, weight_CW: Tensor, tail: Tensor | None, position_BT: Tensor, heads: int, normalize: bool
+) -> Tensor:
+    """One KDA stream from its product to the recurrence: convolution, heads apart, and unit length for q and k.
+
+    Returns [B, T, H, C / H]; arguments as for `causal_conv`.
+    """
+    x_BTHK = causal_conv(x_BTC, weight_CW, position_BT=position_BT, tail=tail).unflatten(-1, (heads, -1))
+    return l2_normalize(x_BTHK) if normalize else x_BTHK
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -244,24 +270,33 @@ class ExpertWeights(NamedTuple):
     down: Tensor
 
 
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`model.kernels.grouped_linear`, or what stands in for it."""
+
+
 class Received(NamedTuple):
-    """What a rank computes: rows sorted by segment, int32 segment ends, one expert's weights per segment."""
+    """What a rank computes: rows sorted by segment, int32 segment ends, one expert's weights per segment.
+
+    product: of rows and these weights, where it is not the layer's own.
+    """
 
     rows_RL: Tensor
     segment_ends_S: Tensor
     weights: ExpertWeights
+    product: GroupedProduct | None = None
 
 
 class TokenDispatcher(Protocol):
     """Brings tokens to experts and the results back.
 
     Three calls, so that a distributed form can start moving in `dispatch`, let the shared experts compute,
-    and wait in `receive`. ``weights`` pass through it because a rank may compute with borrowed experts.
+    and wait in `receive`. ``weights`` pass through it because a rank may compute with borrowed experts: a second
+    part of what it received, after that for its own.
     """
 
     def dispatch(self, x_TL: Tensor, routing: Routing, weights: ExpertWeights) -> Any: ...
 
-    def receive(self, handle: Any) -> Received: ...
+    def receive(self, handle: Any) -> tuple[Received, ...]: ...
 
     def combine(self, rows_RL: Tensor, routing: Routing, handle: Any) -> Tensor:
         """``sum_k weight[t, k] * row(t, k)``, [T, L] in the rows' dtype, summed in fp32."""
@@ -288,23 +323,31 @@ class LocalDispatcher:
     """
 
     def dispatch(self, x_TL: Tensor, routing: Routing, weights: ExpertWeights) -> LocalDispatch:
-        expert_R = routing.expert_TK.flatten()
-        count_E = torch.bincount(expert_R, minlength=weights.gate.shape[0])
+        experts = weights.gate.shape[0]
+        plan = routing.decisions.once("plan", lambda: self._plan(routing.expert_TK, experts=experts))
+        source_S, slot_R, ends_S = plan
+        slot_TK = slot_R.view(routing.expert_TK.shape)
+        rows_RL = _Expand.apply(x_TL, source_S, slot_TK)
+        return LocalDispatch(Received(rows_RL, ends_S, weights), slot_TK)
+
+    def _plan(self, expert_TK: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The token of each padded row, the padded row of each (token, choice), and where segments end (int32)."""
+        expert_R = expert_TK.flatten()
+        count_E = torch.bincount(expert_R, minlength=experts)
         padded_E = (count_E + SEGMENT_ALIGNMENT - 1) // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
         ends_E = padded_E.cumsum(0)
         shift_E = (ends_E - padded_E) - (count_E.cumsum(0) - count_E)
         order_R = torch.argsort(expert_R, stable=True)
         slot_R = torch.empty_like(order_R)
         slot_R[order_R] = torch.arange(order_R.numel(), device=order_R.device) + shift_E[expert_R[order_R]]
-        tokens, choices = routing.expert_TK.shape
+        tokens, choices = expert_TK.shape
         # Padding slots read row ``tokens``, a row of zeros.
         source_S = torch.full((int(ends_E[-1]),), tokens, device=order_R.device)
         source_S[slot_R] = torch.arange(order_R.numel(), device=order_R.device) // choices
-        rows_RL = _Expand.apply(x_TL, source_S, slot_R)
-        return LocalDispatch(Received(rows_RL, ends_E.to(torch.int32), weights), slot_R.view(tokens, choices))
+        return source_S, slot_R, ends_E.to(torch.int32)
 
-    def receive(self, handle: LocalDispatch) -> Received:
-        return handle.received
+    def receive(self, handle: LocalDispatch) -> tuple[Received]:
+        return (handle.received,)
 
     def combine(self, rows_RL: Tensor, routing: Routing, handle: LocalDispatch) -> Tensor:
         return combine_rows(rows_RL, routing.weight_TK, handle.slot_TK)
@@ -322,16 +365,19 @@ class _Expand(torch.autograd.Function):
     """Row s is x[source_S[s]], or zeros where the source is T; backward sums a token's rows in choice order."""
 
     @staticmethod
-    def forward(ctx: Any, x_TL: Tensor, source_S: Tensor, slot_R: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_R)
-        ctx.shape = x_TL.shape[0], slot_R.numel() // max(1, x_TL.shape[0]), x_TL.shape[1]
+    def forward(ctx: Any, x_TL: Tensor, source_S: Tensor, slot_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_TK)
         return torch.cat([x_TL, x_TL.new_zeros(1, x_TL.shape[1])]).index_select(0, source_S)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SL: Tensor) -> tuple[Tensor, None, None]:
-        (slot_R,) = ctx.saved_tensors
-        return grad_SL.index_select(0, slot_R).view(ctx.shape).sum(dim=1), None, None
+        (slot_TK,) = ctx.saved_tensors
+        # One choice at a time, as in `_Combine`: gathering all of them at once took three times as long.
+        grad_TL = grad_SL.new_zeros(slot_TK.shape[0], grad_SL.shape[1], dtype=compute_dtype(grad_SL.dtype))
+        for slot_T in slot_TK.unbind(1):
+            grad_TL += grad_SL.index_select(0, slot_T)
+        return grad_TL.to(grad_SL.dtype), None, None
 
 
 class _Combine(torch.autograd.Function):

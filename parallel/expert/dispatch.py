@@ -1,28 +1,33 @@
 """Tokens to their experts' ranks and back: the token dispatcher over the ep axis, on plain collectives.
 
-    tokens --sort by expert--> rows --all-to-all--> arrivals --by segment, padded--> grouped product
-    tokens <--weighted sum--- rows <--all-to-all-- arrivals <-------------------------------'
+    tokens --sort by plan--> rows --all-to-all--> arrivals --by segment, padded--> grouped product
+    tokens <--weighted sum-- rows <--all-to-all-- arrivals <-------------------------------'
 
 One all-gather of counts per layer and pass, brought to the host, gives the plan and so every size: the one
-synchronisation that an uneven exchange costs anyway. Backward retraces each step with the plan of forward. Every rank
-enters every collective, whether it has rows or not. Routing weights are applied at the token's own rank, exactly as
-`LocalDispatcher` does, so experts see unweighted rows and the router's gradient never travels.
+synchronisation that an uneven exchange costs anyway. A pass that is repeated for its gradient keeps its plan
+(`model.router.Decisions`). Backward retraces each step with the plan of forward. Every rank enters every collective,
+whether it has rows or not. Routing weights are applied at the token's own rank, exactly as `LocalDispatcher` does, so
+experts see unweighted rows and the router's gradient never travels.
+
+Where a row is computed is the plan's affair: at its expert's home, or, balanced, on whichever rank has room, with a
+copy of the expert's weights (`parallel.expert.weights`). Copies and tokens travel while the shared experts compute.
 
 Shapes: T tokens, L width, E experts, K choices, R rows of this rank (T * K), N arriving rows, S padded rows.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model.kimi import KimiModel
-from model.moe import MoE
 from model.router import Routing
 from model.seams import SEGMENT_ALIGNMENT, ExpertWeights, Received, combine_rows
-from parallel.collectives import all_to_all, gather_plain
-from parallel.expert.planner import ExpertPlan, place_arrivals, plan_home
+from model.stats import RowStats
+from parallel.collectives import Pending, all_to_all, all_to_all_plain, all_to_all_start, gather_plain
+from parallel.expert.planner import ExpertPart, ExpertPlan, place_arrivals, plan_home, runs
+from parallel.expert.weights import Loan, borrow, refetch
 from parallel.mesh import Axis
 
 
@@ -36,13 +41,33 @@ class Moves(NamedTuple):
     source: Tensor
 
 
+class Planned(NamedTuple):
+    """What follows from the routing alone.
+
+    part: this rank's part of the plan.
+    lends: whether any rank borrows anything.
+    sort: (token, choice) rows to their order of leaving.
+    place: arrivals to their padded places.
+    ends_S: int32, where padded segments end.
+    home_rows: padded rows of the segments of home experts, which come first.
+    """
+
+    part: ExpertPart
+    lends: bool
+    sort: Moves
+    place: Moves
+    ends_S: Tensor
+    home_rows: int
+
+
 class Dispatched(NamedTuple):
     """What `AllToAllDispatcher` remembers from `dispatch` to `combine`."""
 
-    received: Received
-    plan: ExpertPlan
-    sort: Moves
-    place: Moves
+    planned: Planned
+    weights: ExpertWeights
+    rows_RL: Tensor
+    arriving: Pending
+    loan: Loan | None
 
 
 class AllToAllDispatcher:
@@ -51,42 +76,98 @@ class AllToAllDispatcher:
     Args:
         axis: expert-parallel ranks; all of them must run the same layers the same number of times.
         experts: experts of the layer over all ranks; ``axis.size`` divides it.
+        make_plan: from all ranks' counts, int64 [ranks, experts] on the host; the same on every rank.
     """
 
-    def __init__(self, axis: Axis, *, experts: int) -> None:
+    def __init__(self, axis: Axis, *, experts: int, make_plan: Callable[[Tensor], ExpertPlan] = plan_home) -> None:
         assert experts % axis.size == 0, f"{experts} experts over {axis.name}={axis.size}"
         self.axis = axis
         self.experts = experts
+        self.make_plan = make_plan
+
+    def begin(self, routing: Routing, weights: ExpertWeights) -> tuple[Planned, Loan | None]:
+        """The plan, and its loan under way. One order on all ranks: weights before tokens, which need them at once."""
+        planned = routing.decisions.once("plan", lambda: self._plan(routing, weights))
+        if not planned.lends:
+            return planned, None
+        loan = Loan(self.axis, planned.part, weights)
+        loan.start()
+        return planned, loan
 
     def dispatch(self, x_TL: Tensor, routing: Routing, weights: ExpertWeights) -> Dispatched:
-        expert_R = routing.expert_TK.flatten()
+        planned, loan = self.begin(routing, weights)
+        rows_RL = _Expand.apply(x_TL, planned.sort)
+        part = planned.part
+        arriving = all_to_all_start(rows_RL.detach(), self.axis, send=part.send, receive=part.receive)
+        return Dispatched(planned, weights, rows_RL, arriving, loan)
+
+    def _plan(self, routing: Routing, weights: ExpertWeights) -> Planned:
+        expert_TK = routing.expert_TK
+        expert_R = expert_TK.flatten()
         counts_1E = torch.bincount(expert_R, minlength=self.experts).unsqueeze(0)
-        plan = plan_home(gather_plain(counts_1E, self.axis, dim=0).cpu(), rank=self.axis.rank)
+        whole = self.make_plan(gather_plain(counts_1E, self.axis, dim=0).cpu())
+        part = whole.part(self.axis.rank)
         # Stable: rows of one expert keep the order of their tokens.
         order_R = torch.argsort(expert_R, stable=True)
-        sort = Moves(_inverse(order_R, order_R.numel()), order_R)
-        slot_N, ends_S = (x.to(x_TL.device) for x in place_arrivals(plan.arrivals_RS, alignment=SEGMENT_ALIGNMENT))
-        place = Moves(slot_N, _inverse(slot_N, int(ends_S[-1])))
-        rows_RL = _Expand.apply(x_TL, sort)
-        arrived_NL = all_to_all(rows_RL, self.axis, send=plan.send, receive=plan.receive)
-        rows_SL = _Place.apply(arrived_NL, place)
-        return Dispatched(Received(rows_SL, ends_S.to(torch.int32), weights), plan, sort, place)
+        leaving_R = runs(part.pieces.start, part.pieces.rows).to(order_R.device)
+        order_R = order_R.index_select(0, leaving_R)
+        slot_N, ends_S = place_arrivals(part.arrivals_RS, alignment=SEGMENT_ALIGNMENT)
+        home, padded = self.experts // self.axis.size, int(ends_S[-1])
+        if routing.rows is not None:
+            _count(routing.rows, whole, computed=slot_N.numel(), expert_bytes=sum(w[0].nbytes for w in weights))
+        slot_N = slot_N.to(expert_TK.device)
+        return Planned(
+            part,
+            lends=bool((whole.borrowed >= 0).any()),
+            sort=Moves(_inverse(order_R, order_R.numel()), order_R),
+            place=Moves(slot_N, _inverse(slot_N, padded)),
+            ends_S=ends_S.to(torch.int32).to(expert_TK.device),
+            home_rows=int(ends_S[home - 1]),
+        )
 
-    def receive(self, handle: Dispatched) -> Received:
-        return handle.received
+    def receive(self, handle: Dispatched) -> tuple[Received, ...]:
+        planned, loan = handle.planned, handle.loan
+        arrived_NL = _Arrive.apply(handle.rows_RL, handle.arriving, self.axis, planned.part)
+        return self.split(place_rows(arrived_NL, planned.place), planned, handle.weights, loan)
+
+    def split(
+        self, rows_SL: Tensor, planned: Planned, weights: ExpertWeights, loan: Loan | None
+    ) -> tuple[Received, ...]:
+        """Padded rows in parts: for this rank's own experts, and for those that it borrows; waits for the loan."""
+        if loan is None:
+            return (Received(rows_SL, planned.ends_S, weights),)
+        rows_SL, borrowed = borrow(rows_SL, loan)
+        home = weights.gate.shape[0]
+        own_SL, guests_SL = rows_SL.split([planned.home_rows, rows_SL.shape[0] - planned.home_rows])
+        own = Received(own_SL, planned.ends_S[:home], weights)
+        if not planned.part.borrowed:
+            return (own,)
+        return own, Received(guests_SL, planned.ends_S[home:] - planned.home_rows, borrowed, loan.product)
 
     def combine(self, rows_RL: Tensor, routing: Routing, handle: Dispatched) -> Tensor:
         """As `TokenDispatcher.combine`; ``rows_RL`` are the padded rows of `receive`, with results."""
-        leaving_NL = _Take.apply(rows_RL, handle.place)
-        back_RL = all_to_all(leaving_NL, self.axis, send=handle.plan.receive, receive=handle.plan.send)
-        return combine_rows(back_RL, routing.weight_TK, handle.sort.target.view_as(routing.expert_TK))
+        planned, part = handle.planned, handle.planned.part
+        leaving_NL = _Take.apply(rows_RL, planned.place)
+        back_RL = all_to_all(leaving_NL, self.axis, send=part.receive, receive=part.send)
+        if handle.loan is not None:
+            back_RL = refetch(back_RL, handle.loan)
+        return combine_rows(back_RL, routing.weight_TK, planned.sort.target.view_as(routing.expert_TK))
 
 
-def use_expert_parallel(model: KimiModel, *, axis: Axis) -> None:
-    """Put an `AllToAllDispatcher` into every expert layer of ``model``, whose experts are this rank's slice."""
-    for layer in model.layers:
-        if isinstance(layer.ffn, MoE):
-            layer.ffn.dispatcher = AllToAllDispatcher(axis, experts=model.config.moe.experts)
+def _count(rows: RowStats, whole: ExpertPlan, *, computed: int, expert_bytes: int) -> None:
+    """Add one pass to ``rows``; ``computed`` rows have a place on this rank, one expert's slice has so many bytes."""
+    borrowed = int((whole.borrowed >= 0).sum())
+    rows.rows += int(whole.counts.sum())
+    rows.home += int(whole.counts.sum(dim=0).view(len(whole.borrowed), -1).sum(dim=1).max())
+    rows.busiest += int(whole.rows.sum(dim=1).max())
+    rows.computed += computed
+    rows.borrowed += borrowed
+    rows.lent_bytes += borrowed * expert_bytes
+
+
+def place_rows(rows: Tensor, moves: Moves) -> Tensor:
+    """Rows moved to their targets, zeros elsewhere."""
+    return _Place.apply(rows, moves)
 
 
 def _inverse(target: Tensor, size: int) -> Tensor:
@@ -99,6 +180,21 @@ def _inverse(target: Tensor, size: int) -> Tensor:
 def _spread(x: Tensor, moves: Moves) -> Tensor:
     """Rows moved to their targets, zeros elsewhere."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, moves.source)
+
+
+class _Arrive(torch.autograd.Function):
+    """The end of an exchange that is under way; backward sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RL: Tensor, arriving: Pending, axis: Axis, part: ExpertPart) -> Tensor:
+        ctx.axis, ctx.part = axis, part
+        return arriving.wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NL: Tensor) -> tuple[Tensor, None, None, None]:
+        part = ctx.part
+        return all_to_all_plain(grad_NL, ctx.axis, send=part.receive, receive=part.send), None, None, None
 
 
 class _Place(torch.autograd.Function):

@@ -89,7 +89,7 @@ def test_combine_after_dispatch_is_k_times_the_input_and_so_is_its_backward() ->
     weights = ExpertWeights(*(torch.empty(5, 1, 1) for _ in range(3)))
     dispatcher = LocalDispatcher()
     handle = dispatcher.dispatch(x, routing, weights)
-    y = dispatcher.combine(dispatcher.receive(handle).rows_RL, routing, handle)
+    y = dispatcher.combine(dispatcher.receive(handle)[0].rows_RL, routing, handle)
     torch.testing.assert_close(y, 3 * x)
     y.backward(torch.ones_like(y))
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
