@@ -85,6 +85,8 @@ class ModelConfig:
     init_std: float = 0.02
     padding_id: int | None = None
     """Token whose embedding takes no gradient, as in the released code; null: none."""
+    tie_embeddings: bool = False
+    """The head is the embedding: one matrix, two uses."""
     kda: KDAConfig = field(default_factory=KDAConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -131,7 +133,8 @@ class ModelConfig:
         shared += self.hidden_dim + embedding
         if self.residual_block is not None:
             shared += 2 * self.hidden_dim
-        return embedding + shared + routed_total, shared + routed_active
+        own = 0 if self.tie_embeddings else embedding
+        return own + shared + routed_total, shared + routed_active
 
     def _kda_parameters(self) -> int:
         d, heads, k = self.hidden_dim, self.kda.heads, self.kda.head_dim

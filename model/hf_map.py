@@ -61,6 +61,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         residual_block=None if block is None else block * SUBLAYERS,
         norm_eps=config["rms_norm_eps"],
         padding_id=config.get("pad_token_id", DEFAULT_PADDING),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         kda=KDAConfig(
             heads=linear["num_heads"],
             head_dim=linear["head_dim"],
@@ -133,6 +134,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         exceptions["rope_theta"] = mla.rope_theta
     if config.padding_id != DEFAULT_PADDING:
         exceptions["pad_token_id"] = config.padding_id
+    if config.tie_embeddings:
+        exceptions["tie_word_embeddings"] = True
     return exceptions | {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_dim,
@@ -187,7 +190,8 @@ def rows(config: ModelConfig) -> Iterator[Row]:
         yield Row("model.output_attn_res_norm.weight", "output_mix.norm")
         yield Row("model.output_attn_res_proj.weight", "output_mix.query", shape=(1, dim))
     yield Row("model.norm.weight", "norm.weight")
-    yield Row("lm_head.weight", "head.weight")
+    if not config.tie_embeddings:
+        yield Row("lm_head.weight", "head.weight")
 
 
 def _prefixed(rows: Iterator[Row], theirs: str, ours: str) -> Iterator[Row]:

@@ -20,6 +20,7 @@ from model.layers import Activation, Embedding, GatedFFN, RMSNorm
 from model.mla import MLA
 from model.moe import MoE
 from model.params import ParamRole
+from model.router import Decisions
 from model.seams import KDACache, Linear, MLACache
 from model.stats import ForwardStats, LayerStats
 
@@ -58,7 +59,9 @@ class Block(nn.Module):
         documents: Documents,
         stats: LayerStats | None = None,
         cache: LayerCache | None = None,
+        decisions: Decisions | None = None,
     ) -> ResidualState:
+        """``decisions``: of an earlier pass over the same state, where this one repeats it."""
         h_BTD = self.mixer_norm(read(self.mixer_mix, state))
         if self.closes[0]:
             state = state.close_block()
@@ -66,7 +69,9 @@ class Block(nn.Module):
         h_BTD = self.ffn_norm(read(self.ffn_mix, state))
         if self.closes[1]:
             state = state.close_block()
-        return state.add(self.ffn(h_BTD, stats=stats) if isinstance(self.ffn, MoE) else self.ffn(h_BTD))
+        if isinstance(self.ffn, MoE):
+            return state.add(self.ffn(h_BTD, stats=stats, decisions=decisions))
+        return state.add(self.ffn(h_BTD))
 
 
 def read(mix: ResidualMix | None, state: ResidualState) -> Tensor:
@@ -92,6 +97,8 @@ class KimiModel(nn.Module):
         self.output_mix = ResidualMix(dim, eps=eps) if config.residual_block is not None else None
         self.norm = RMSNorm(dim, eps=eps)
         self.head = Linear(dim, config.vocab_size, role=ParamRole(kind="embedding"))
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
 
     def run_layers(
         self,

@@ -1,7 +1,10 @@
 """From reduced gradients to one verdict: the global norm, whether it is finite, and how much to clip.
 
-Every rank gets the same report, so every rank takes the same branch. Nothing is written here: a step that
+Every rank gets the same report, so every rank takes the same branch. No parameter is written here: a step that
 is not finite leaves all parameters and all optimizer state as they were.
+
+A tied embedding whose two uses lie on two pipeline ranks has half its gradient on each. Their owners (pinned, so that
+each knows the other) exchange them here; both then make the same update, and the norm counts it once.
 """
 
 import math
@@ -28,7 +31,11 @@ class GradientReport:
     clip: float
 
 
-def finalize(dp: DataParallel, *, clip_norm: float, world: Axis) -> GradientReport:
+EMBEDDING = "embed.weight"
+"""Name of the embedding, tied or not."""
+
+
+def finalize(dp: DataParallel, *, clip_norm: float, world: Axis, tied: Axis | None = None) -> GradientReport:
     """Norm over all parameters after `DataParallel.finish`; one collective, one host synchronisation.
 
     Each parameter, or slice of one, counts once, on its owner, whichever stage it is on. Squares are summed in fp64,
@@ -38,8 +45,14 @@ def finalize(dp: DataParallel, *, clip_norm: float, world: Axis) -> GradientRepo
         dp: the data-parallel gradients.
         clip_norm: largest norm that is passed on unchanged; 0 never clips.
         world: all ranks that hold a part of the model.
+        tied: the two ranks that share a tied embedding, where this rank is one of them.
     """
-    gradients = list(dp.owned_gradients().values())
+    owned = dp.owned_gradients()
+    if tied is not None and EMBEDDING in owned:
+        owned[EMBEDDING].copy_(all_reduce_plain(owned[EMBEDDING], tied))
+        if tied.rank > 0:
+            del owned[EMBEDDING]
+    gradients = list(owned.values())
     square = torch.zeros((), dtype=torch.float64, device=dp.device)
     if gradients:
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)

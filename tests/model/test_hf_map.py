@@ -24,11 +24,14 @@ def exported(config: ModelConfig) -> tuple[dict, dict[str, Tensor]]:
 
 
 # The full form has no name there: see the last test.
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "k3_full"])
+@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family != "k3_full"), "tied"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_model_to_names_and_back_is_exact(family: str, dtype: torch.dtype) -> None:
-    model = tiny_model(family, dtype=dtype)
+    ours = tiny_config("k3" if family == "tied" else family)
+    ours.tie_embeddings = family == "tied"
+    model = tiny_model(ours, dtype=dtype)
     config, tensors = to_hf(model)
+    assert ("lm_head.weight" in tensors) == (family != "tied")
     back = from_hf(config, tensors, dtype=dtype)
     for (name, value), (other_name, other) in zip(model.state_dict().items(), back.state_dict().items(), strict=True):
         assert name == other_name

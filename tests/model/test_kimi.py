@@ -241,3 +241,25 @@ def test_default_config_is_the_released_size(name: str) -> None:
     total, active = ModelConfig().count_parameters()
     assert f"{total / 1e12:.4f}" == "2.7795"
     assert f"{active / 1e9:.2f}" == "104.19"
+
+
+def test_a_tied_head_is_the_embedding_and_both_uses_give_it_gradient() -> None:
+    config = tiny_config()
+    config.tie_embeddings = True
+    tied, plain = tiny_model(config), tiny_model(tiny_config())
+    names = {name for name, _ in plain.named_parameters()}
+    assert {name for name, _ in tied.named_parameters()} == names - {"head.weight"}
+    assert config.count_parameters()[0] == sum(p.numel() for p in tied.parameters())
+    with torch.no_grad():
+        for name, param in plain.named_parameters():
+            param.copy_(tied.get_parameter(name))
+    ids = tokens(1, 12)
+    gradients = []
+    for model in (tied, plain):
+        logits = model(ids)
+        torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+        gradients.append({name: param.grad for name, param in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        expected = gradients[1][name]
+        expected = expected + gradients[1]["head.weight"] if name == "embed.weight" else expected
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14, msg=name)
