@@ -31,13 +31,18 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("configs", version_base="1.3"):
-            composed = compose("run", overrides=list(overrides))
+            composed = compose("run", overrides=[quote_rule(override) for override in overrides])
         refuse_unknown(flatten(OmegaConf.to_container(composed)))
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, RunConfig)
     return config
+
+
+def quote_rule(override: str) -> str:
+    """``routing.force=zipf(1.2)`` as Hydra must read it, or it would look for a function of its own of that name."""
+    return re.sub(r"^(routing\.force=)([a-z_]+\([^'\"]*\))$", r"\1'\2'", override)
 
 
 def refuse_unknown(names: Iterable[str]) -> None:

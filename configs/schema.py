@@ -15,7 +15,11 @@ from model.config import ModelConfig
 from optim.groups import OptimConfig
 from parallel.context.layout import length_error
 from parallel.mesh import ParallelConfig
+from parallel.pipeline.layout import layout_errors
+from parallel.recompute import RecomputeConfig
+from parallel.tensor import cut_errors
 from train.checkpoint import CheckpointConfig
+from train.forced_routing import RoutingSettings
 from train.metrics import TrackerConfig
 from train.phases import BatchConfig, ScheduleConfig
 from train.settings import EvaluateSettings, RunSettings, TrainSettings
@@ -36,6 +40,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
 
 
 def register() -> None:
@@ -60,20 +66,22 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
         *config.evaluate.errors(),
         *config.checkpoint.errors(),
         *config.trackers.errors(),
+        *config.recompute.errors(),
+        *config.routing.errors(),
+        *_routing_errors(config),
     ]
     tp, ep, cp = config.parallel.tp, config.parallel.ep, config.parallel.cp
-    for name, heads in (("kda", config.model.kda.heads), ("mla", config.model.mla.heads)):
-        if tp > 1 and heads % tp:
-            found.append(
-                f"model.{name}.heads={heads}: must be divisible by parallel.tp={tp}, which splits heads; "
-                f"use {-(-heads // tp) * tp} heads or another parallel.tp"
-            )
+    if tp > 1 and not config.model.errors():
+        found += cut_errors(config.model, tp=tp)
+        found += _grouped_product_errors(config)
     if ep > 1 and config.model.moe.experts % ep:
         found.append(
             f"model.moe.experts={config.model.moe.experts}: must be divisible by parallel.ep={ep}, so that every rank "
             "holds as many; change one of them"
         )
-    if cp > 1 and (problem := length_error("batch.length", config.batch.length, cp=cp)) is not None:
+    if not config.parallel.errors(world_size) and not config.model.errors():
+        found += layout_errors(config.parallel, layers=config.model.num_layers)
+    if cp * tp > 1 and (problem := length_error("batch.length", config.batch.length, cp=cp, tp=tp)) is not None:
         found.append(problem)
     if config.data.default_corpus and config.data.vocab_size > config.model.vocab_size:
         found.append(
@@ -83,11 +91,39 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
     return found
 
 
+def _grouped_product_errors(config: RunConfig) -> list[str]:
+    """Grouped products want rows of a multiple of 16 bytes: what a whole expert offers, its slice must offer too."""
+    moe, tp = config.model.moe, config.parallel.tp
+    elements = {"bf16": 8, "fp32": 4}.get(config.train.precision, 1)
+    fits, cut = moe.expert_dim % elements == 0, moe.expert_dim % (tp * elements) == 0
+    if not config.model.moe_layers or moe.expert_dim % tp or not fits or cut:
+        return []
+    return [
+        f"model.moe.expert_dim={moe.expert_dim}: the {moe.expert_dim // tp} of it on a rank of parallel.tp={tp} must "
+        f"be a multiple of {elements}, 16 bytes in train.precision={config.train.precision}, for grouped products; use "
+        f"{-(-moe.expert_dim // (tp * elements)) * tp * elements} or another parallel.tp"
+    ]
+
+
+def _routing_errors(config: RunConfig) -> list[str]:
+    """What routing asks of the model, and that the weights of a forced run are not taken for trained ones."""
+    found = []
+    if not config.model.errors() and not config.routing.errors():
+        found += config.routing.model_errors(config.model)
+    if config.checkpoint.every and not config.routing.saves:
+        found.append(
+            f"checkpoint.every={config.checkpoint.every}: must be 0 with routing.force={config.routing.force}, whose "
+            "weights are worth nothing; set checkpoint.every=0, or routing.save=true to save them all the same"
+        )
+    return found
+
+
 # What a resumed run may change, and what every other difference means for it.
 FREE = (
     "train.steps",
     "train.max_skipped",
     "train.detail_every",
+    "train.replica_check_every",
     "evaluate.",
     "checkpoint.",
     "trackers.",
@@ -95,6 +131,9 @@ FREE = (
     "run.name",
     "run.cache",
     "parallel.",
+    "recompute.",
+    "routing.save",
+    "routing.trace",
     "data.verify",
 )
 MEANING = {
@@ -105,6 +144,7 @@ MEANING = {
     "optim": "another optimizer",
     "train": "another computation",
     "run": "another random seed",
+    "routing": "experts chosen by another rule: its steps do not belong to the same run",
 }
 
 
@@ -125,10 +165,11 @@ def differences(saved: dict[str, Any], config: RunConfig) -> tuple[list[str], li
 
     Each is one line; a refused line ends with what the difference means.
     """
-    before, now = flatten(saved), flatten(config)
+    # A folder older than a key ran as that key's default does.
+    before, now = flatten(RunConfig()) | flatten(saved), flatten(config)
     allowed, refused = [], []
     for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name, "(absent)"), now.get(name, "(absent)")
+        old, new = before[name], now.get(name, "(absent)")
         if old == new:
             continue
         line = f"{name}: {old} -> {new}"

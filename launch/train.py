@@ -10,9 +10,11 @@ intact), 2 the configuration or data cannot be used.
 import logging
 import os
 import sys
+import traceback
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from omegaconf import OmegaConf
 from configs.compose import ConfigError, compose_config
 from configs.schema import RunConfig, differences, validate
 from parallel.mesh import build_mesh
+from train.allocator import keep_freed_memory
 from train.build import build_run
 from train.checkpoint import CheckpointError
 from train.loop import TrainingFailed, train
@@ -81,8 +84,12 @@ def check(config: RunConfig, *, world_size: int, rank: int) -> None:
 
 
 def run(config: RunConfig, *, world_size: int, rank: int) -> int:
-    """Join the ranks and train."""
+    """Join the ranks and train.
+
+    A rank that fails leaves the others with a broken connection, so that they end too; see `fail`.
+    """
     device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
+    keep_freed_memory()
     if world_size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
@@ -91,9 +98,43 @@ def run(config: RunConfig, *, world_size: int, rank: int) -> int:
             # Without it a rank may tear down its connections while another still uses them.
             dist.barrier()
         return status
+    except (CheckpointError, TrainingFailed):
+        # The same on all ranks.
+        raise
+    except Exception as error:
+        if world_size == 1:
+            raise
+        return fail(error, rank=rank)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def fail(error: Exception, *, rank: int) -> int:
+    """Say what went wrong on this rank; returns its exit status.
+
+    Only the first rank to fail says it in full: what the others run into is that it has gone.
+    """
+    expected = isinstance(error, ValueError | OSError)
+    if not first_to_fail():
+        print(f"rank {rank} ends because another failed first: {error}".splitlines()[0], file=sys.stderr)
+    elif expected:
+        print(f"error: rank {rank}: {error}", file=sys.stderr)
+    else:
+        print(f"error: rank {rank}:\n{''.join(traceback.format_exception(error))}", end="", file=sys.stderr)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has asked this before; true as well if that cannot be found out any more."""
+    try:
+        # A connection of its own: that of the process group may be what failed.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+        # torchrun's store outlives its restarts.
+        return store.add(f"failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
+    except (RuntimeError, OSError, KeyError):
+        return True
 
 
 def train_on(config: RunConfig, *, device: torch.device, rank: int) -> int:
@@ -105,6 +146,8 @@ def train_on(config: RunConfig, *, device: torch.device, rank: int) -> int:
     with RunLock(folder) if first else nullcontext():
         built = build_run(
             mesh=build_mesh(config.parallel),
+            parallel=config.parallel,
+            recompute=config.recompute,
             device=device,
             settings=config.run,
             model_config=config.model,
@@ -116,6 +159,7 @@ def train_on(config: RunConfig, *, device: torch.device, rank: int) -> int:
             evaluate=config.evaluate,
             checkpoint=config.checkpoint,
             trackers=config.trackers,
+            routing=config.routing,
             config_dict=asdict(config),
         )
         if not first:
@@ -150,6 +194,9 @@ def print_heading(config: RunConfig, facts: dict[str, Any], *, begun_at: int) ->
         f"step:  {batch.sequences} sequences of {batch.length} tokens on {facts['ranks']} rank(s), "
         f"{facts['device']}, {facts['precision']}"
     )
+    if config.routing.force:
+        kept = "checkpoints are saved all the same" if config.routing.saves else "no checkpoint is saved"
+        print(f"FORCED ROUTING {config.routing.force}: a benchmark; loss and weights are worth nothing, {kept}")
     if begun_at >= config.train.steps:
         print(f"already done: {begun_at} of train.steps={config.train.steps} steps; raise train.steps to go on")
     elif begun_at:

@@ -10,6 +10,11 @@ ranks. Three more axes say which ranks hold copies of a parameter, so over which
     dense index   0 1 2 3 4 5 6 7        ep = 4:   ep group {0 1 2 3} {4 5 6 7}
                                                    expert_dp {0 4} {1 5} {2 6} {3 7}
 
+``ends`` pairs the first and the last rank of each line of ``pp``, which share a tied embedding; the others are alone.
+``pp_back`` is the ranks of ``pp`` once more, for what goes to a lower rank: NCCL runs the messages between two ranks
+one after the other, so that each direction needs a communicator of its own, or two ranks that send to each other first
+would wait for ever.
+
 One process needs no process group at all: its groups are None, and everything that takes an axis reads size 1 as
 "alone". So a test, a debugger or a laptop run goes through the same code without a rendezvous.
 """
@@ -20,8 +25,46 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-# Axes whose code has not landed yet; a config that asks for one is refused.
-_UNAVAILABLE = ("tp", "pp", "vpp")
+SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
+PLACEMENTS = ("loop", "v")
+BALANCES = ("even", "cost")
+
+# These have communicators of their own even where their ranks are those of another axis: their exchanges run in
+# backward, between asynchronous gradient reductions, and need not come in one order with them.
+_EXCHANGES_IN_BACKWARD = ("tp", "ep", "cp", "pp", "pp_back")
+
+
+DISPATCHERS = ("all_to_all", "balanced")
+
+
+@dataclass
+class ExpertsConfig:
+    """How expert-parallel ranks share the rows of a layer.
+
+    dispatcher: "all_to_all" computes every expert at its home; "balanced" gives every rank the same number of rows,
+        whatever the routing, by lending copies of hot experts for one pass.
+    balance_above: balanced: act only where the busiest rank has more than this many times the mean; 1 is always.
+    deduplicate: a token with several experts on a rank travels there once, and their sum comes back.
+    """
+
+    dispatcher: str = "all_to_all"
+    balance_above: float = 1.0
+    deduplicate: bool = False
+
+    def errors(self) -> list[str]:
+        """Every problem, one line each."""
+        found = []
+        if self.dispatcher not in DISPATCHERS:
+            found.append(
+                f"parallel.experts.dispatcher={self.dispatcher}: must be one of {', '.join(DISPATCHERS)}; with "
+                "parallel.ep=1 nothing is exchanged"
+            )
+        if not self.balance_above >= 1:
+            found.append(
+                f"parallel.experts.balance_above={self.balance_above}: must be at least 1, the ratio of perfect "
+                "balance; use 1 to balance always"
+            )
+        return found
 
 
 @dataclass
@@ -34,6 +77,20 @@ class ParallelConfig:
     ep: int = 1
     cp: int = 1
     dp: int = 0
+    zero: int = 1
+    """1: every rank sums all gradients of its step. 2: only those that it updates; each microbatch is reduced."""
+    schedule: str = "auto"
+    """Order of a pipeline's work: "gpipe", "1f1b", "interleaved" or "zero_bubble"; "auto" is 1f1b, interleaved where
+    vpp is above 1."""
+    placement: str = "loop"
+    """Ranks of the virtual stages: "loop" 0 1 2 0 1 2, "v" 0 1 2 2 1 0."""
+    balance: str = "even"
+    """How layers are shared out where ``layout`` is empty: "even", the remainder to the first stages, or by "cost"."""
+    layout: list[int] = field(default_factory=list)
+    """Layers of each of the pp x vpp virtual stages."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    bank_cache: bool = True
+    """Whether pipeline ranks keep residual rows over their virtual stages, so that no row comes to a rank twice."""
 
     def resolved_dp(self, world_size: int) -> int:
         """Data-parallel size: as given, or what the other axes leave of ``world_size``."""
@@ -45,17 +102,11 @@ class ParallelConfig:
         Args:
             world_size: ranks that were launched.
         """
-        found = [
-            f"parallel.{axis}={getattr(self, axis)}: only dp, ep and cp are available in this version; "
-            f"set parallel.{axis}=1"
-            for axis in _UNAVAILABLE
-            if getattr(self, axis) != 1
-        ]
-        if found:
-            return found
-        for name, value in vars(self).items():
-            if value < (0 if name == "dp" else 1):
-                found.append(f"parallel.{name}={value}: must be at least {0 if name == 'dp' else 1}")
+        found = []
+        for name in ("tp", "pp", "vpp", "ep", "cp", "dp"):
+            value, least = getattr(self, name), 0 if name == "dp" else 1
+            if value < least:
+                found.append(f"parallel.{name}={value}: must be at least {least}")
         if found:
             return found
         dp = self.resolved_dp(world_size)
@@ -71,8 +122,27 @@ class ParallelConfig:
                 f"parallel.ep={self.ep}: must divide dp x cp = {dp * self.cp}, the ranks that experts are spread over; "
                 "use a divisor of it"
             )
+        if self.zero not in (1, 2):
+            found.append(f"parallel.zero={self.zero}: must be 1 or 2; 1 moves less, 2 needs less memory for gradients")
+        return found + self._pipeline_errors() + self.experts.errors()
+
+    def _pipeline_errors(self) -> list[str]:
+        found = []
+        for name, known in (("schedule", SCHEDULES), ("placement", PLACEMENTS), ("balance", BALANCES)):
+            if getattr(self, name) not in known:
+                found.append(f"parallel.{name}={getattr(self, name)}: must be one of {', '.join(known)}")
         if self.vpp > 1 and self.pp == 1:
             found.append(f"parallel.vpp={self.vpp}: virtual stages need parallel.pp above 1; set parallel.vpp=1")
+        if self.placement == "v" and self.vpp != 2:
+            found.append(
+                f"parallel.placement=v: contradicts parallel.vpp={self.vpp}, since a V passes every rank twice; set "
+                "parallel.vpp=2 or parallel.placement=loop"
+            )
+        if self.schedule == "1f1b" and self.vpp > 1:
+            found.append(
+                f"parallel.schedule=1f1b: contradicts parallel.vpp={self.vpp}, since it runs one stage per rank; set "
+                "parallel.schedule=interleaved or parallel.vpp=1"
+            )
         return found
 
 
@@ -81,7 +151,7 @@ class Traffic:
     """What the collectives of one process have moved, by name ("tp all_gather"): calls and bytes sent.
 
     Bytes are those that this rank sends in a ring: (size - 1) / size of the whole for a gather, scatter or exchange,
-    twice that for an all-reduce.
+    twice that for an all-reduce; of a reduction to one owner and of a broadcast from it see `parallel.data`.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -110,6 +180,8 @@ class Mesh:
 
     world: Axis = Axis()
     pp: Axis = Axis()
+    pp_back: Axis = Axis()
+    ends: Axis = Axis()
     dp: Axis = Axis()
     cp: Axis = Axis()
     tp: Axis = Axis()
@@ -127,6 +199,8 @@ def axis_lines(world_size: int, *, pp: int, dp: int, cp: int, tp: int, ep: int) 
     views = {
         "world": ranks.reshape(1, -1),
         "pp": np.moveaxis(ranks, 0, -1),
+        "pp_back": np.moveaxis(ranks, 0, -1),
+        "ends": np.moveaxis(ranks if pp == 1 else ranks[[0, -1]], 0, -1),
         "dp": np.moveaxis(ranks, 1, -1),
         "cp": np.moveaxis(ranks, 2, -1),
         "tp": ranks,
@@ -159,7 +233,7 @@ def make_mesh(config: ParallelConfig, world_size: int) -> Mesh:
     lines = axis_lines(
         world_size, pp=config.pp, dp=config.resolved_dp(world_size), cp=config.cp, tp=config.tp, ep=config.ep
     )
-    made: dict[tuple[int, ...], ProcessGroup | None] = {(False, *range(world_size)): dist.group.WORLD}
+    made: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = {("", tuple(range(world_size))): dist.group.WORLD}
     axes = {}
     traffic = Traffic()
     for name, groups in lines.items():
@@ -167,8 +241,7 @@ def make_mesh(config: ParallelConfig, world_size: int) -> Mesh:
             # Every rank makes every group, in one order: that is how new_group pairs them.
             if len(members) == 1:
                 continue
-            # ep has a communicator of its own: its exchanges run between asynchronous reductions of the others.
-            key = (name == "ep", *members)
+            key = name if name in _EXCHANGES_IN_BACKWARD else "", tuple(members)
             if key not in made:
                 made[key] = dist.new_group(members)
             if me in members:

@@ -18,13 +18,20 @@ from optim.qk_clip import QKClipTarget
 from parallel.apply import parallelize
 from parallel.cost import training_flops
 from parallel.data import DataParallel
-from parallel.mesh import Mesh
-from parallel.pipeline.stage import held_layers
+from parallel.grads import EMBEDDING
+from parallel.mesh import Axis, ExpertsConfig, Mesh, ParallelConfig
+from parallel.pipeline.layout import PipelineLayout, make_layout
+from parallel.pipeline.runtime import Pipeline
+from parallel.pipeline.stage import held_layers, keep_part, parameter_stages, tied_to
+from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice, axis_of, materialize, parameter_specs
+from parallel.tensor import cut_errors
 from train.checkpoint import CheckpointConfig, CheckpointStore
+from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
 from train.metrics import TrackerConfig, TrackerSet, load_run_id, make_trackers
 from train.phases import BatchConfig, ScheduleConfig
-from train.run_folder import CHECKPOINTS
+from train.routing_trace import RoutingRecorder
+from train.run_folder import CHECKPOINTS, ROUTING_FILE
 from train.settings import EvaluateSettings, RunSettings, TrainSettings
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, sum_over_ranks
@@ -76,6 +83,7 @@ class Run:
     folder: Path
     mesh: Mesh
     model: KimiModel
+    pipeline: Pipeline
     dp: DataParallel
     optimizer: ShardedOptimizer
     stepper: Stepper
@@ -88,6 +96,9 @@ class Run:
     train: TrainSettings
     evaluate: EvaluateSettings
     checkpoint: CheckpointConfig
+    routing: RoutingSettings
+    forced: ForcedRouting | None
+    recorder: RoutingRecorder | None
     peak_lr: float
     seed: int
     progress: Progress
@@ -95,17 +106,31 @@ class Run:
 
 
 def build_model(
-    config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device, mesh: Mesh | None = None
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: Mesh | None = None,
+    layout: PipelineLayout | None = None,
+    experts: ExpertsConfig | None = None,
+    recompute: RecomputeConfig | None = None,
 ) -> KimiModel:
     """A model with its first weights, drawn in fp32 and then cast: bf16 masters start from what bf16 holds.
 
     Args:
         mesh: this rank's place; the model holds this rank's slices and exchanges tokens over ep. None: one rank.
+        layout: how the model is cut into pipeline stages, of which it holds this rank's. None: it is whole.
+        experts: how rows of experts are shared over ep. None: the defaults.
+        recompute: what is kept between forward and backward. None: everything.
 
     Raises:
-        ValueError: the experts cannot be spread evenly.
+        ValueError: the experts cannot be spread, or other parameters not be cut, evenly.
     """
     mesh = Mesh() if mesh is None else mesh
+    errors = cut_errors(config, tp=mesh.tp.size)
+    if errors:
+        raise ValueError("; ".join(errors))
     if config.moe_layers and config.moe.experts % mesh.ep.size:
         raise ValueError(
             f"parallel.ep={mesh.ep.size}: must divide model.moe.experts={config.moe.experts}, so that every rank holds "
@@ -113,21 +138,25 @@ def build_model(
         )
     with torch.device("meta"):
         model = KimiModel(config)
+    if layout is not None:
+        stages = layout.stages_of(mesh.pp.rank)
+        keep_part(model, layout.layers_of(mesh.pp.rank), first=0 in stages, last=layout.last in stages)
     materialize(model, mesh=mesh, seed=seed, std=config.init_std)
     set_precision(model, dtype)
-    parallelize(model, mesh=mesh)
+    parallelize(model, mesh=mesh, experts=experts or ExpertsConfig(), recompute=recompute or RecomputeConfig())
     return model.to(device)
 
 
-def qk_clip_targets(model: KimiModel) -> list[QKClipTarget]:
-    """Where each MLA layer keeps the weights that QK-Clip scales, in order of the layers."""
+def qk_clip_targets(model: KimiModel, *, tp: Axis) -> list[QKClipTarget]:
+    """Where each MLA layer keeps the weights that QK-Clip scales, in order of the layers; of this tp rank's heads."""
     mla = model.config.mla
     names = {id(param): name for name, param in model.named_parameters()}
     return [
         QKClipTarget(
             query=names[id(layer.mixer.q.up.weight)],
             key_value=names[id(layer.mixer.kv_up.weight)],
-            heads=mla.heads,
+            heads=layer.mixer.heads,
+            first=tp.rank * layer.mixer.heads,
             nope=mla.nope_dim,
             rope=mla.rope_dim,
             value=mla.value_dim,
@@ -137,26 +166,38 @@ def qk_clip_targets(model: KimiModel) -> list[QKClipTarget]:
     ]
 
 
-def build_optimizer(model: KimiModel, config: OptimConfig, *, mesh: Mesh) -> tuple[DataParallel, ShardedOptimizer]:
-    """Data parallelism and the sharded optimizer over all of the model's parameters."""
+def build_optimizer(
+    model: KimiModel, config: OptimConfig, *, mesh: Mesh, layout: PipelineLayout | None = None, zero: int = 1
+) -> tuple[DataParallel, ShardedOptimizer]:
+    """Data parallelism (``zero`` 1 or 2) and the sharded optimizer over all of the parameters that ``model`` holds.
+
+    Args:
+        layout: as for `build_model`; each virtual stage's gradients are reduced when its own last one has come.
+    """
     params = dict(model.named_parameters())
     roles = named_roles(model)
-    groups = make_groups(params, roles=roles, config=config)
     specs = parameter_specs(model, mesh=mesh)
+    groups = make_groups(params, roles=roles, config=config, specs=specs)
     dp = DataParallel(
         params,
-        group=mesh.stage.group,
-        groups={name: axis_of(mesh, spec.owners).group for name, spec in specs.items()},
+        axis=mesh.stage,
+        axes={name: axis_of(mesh, spec.owners) for name, spec in specs.items()},
+        parts=None if layout is None else parameter_stages(model, layout),
+        pinned=() if tied_to(model, mesh=mesh) is None else (EMBEDDING,),
+        zero=zero,
         bucket_bytes=int(config.bucket_mb * 2**20),
         cost={name: group.cost for name, group in groups.items()},
     )
-    targets = qk_clip_targets(model) if config.qk_clip > 0 else []
-    return dp, ShardedOptimizer(params, roles=roles, config=config, dp=dp, qk_targets=targets)
+    targets = qk_clip_targets(model, tp=mesh.tp) if config.qk_clip > 0 else []
+    optimizer = ShardedOptimizer(params, roles=roles, config=config, dp=dp, specs=specs, tp=mesh.tp, qk_targets=targets)
+    return dp, optimizer
 
 
 def build_run(
     *,
     mesh: Mesh,
+    parallel: ParallelConfig,
+    recompute: RecomputeConfig,
     device: torch.device,
     settings: RunSettings,
     model_config: ModelConfig,
@@ -168,14 +209,17 @@ def build_run(
     evaluate: EvaluateSettings,
     checkpoint: CheckpointConfig,
     trackers: TrackerConfig,
+    routing: RoutingSettings,
     config_dict: dict[str, Any],
 ) -> Run:
     """Build everything and, where the folder holds a checkpoint, continue from it.
 
     Args:
         mesh: this rank's place.
+        parallel: its mesh's config, for the cut into pipeline stages and what data parallelism shards.
+        recompute: what is kept between forward and backward.
         device: where the model runs.
-        settings, ..., trackers: the parts of the validated config.
+        settings, ..., routing: the parts of the validated config.
         config_dict: the effective config, for trackers that show it.
 
     Raises:
@@ -185,8 +229,19 @@ def build_run(
     folder = Path(settings.dir)
     loader = open_loader(data, cache=Path(settings.cache), vocab_size=model_config.vocab_size, seed=settings.seed)
     dtype = DTYPES[train.precision]
-    model = build_model(model_config, seed=settings.seed, dtype=dtype, device=device, mesh=mesh)
-    dp, optimizer = build_optimizer(model, optim, mesh=mesh)
+    layout = make_layout(parallel, model_config, length=batch.length)
+    model = build_model(
+        model_config,
+        seed=settings.seed,
+        dtype=dtype,
+        device=device,
+        mesh=mesh,
+        layout=layout,
+        experts=parallel.experts,
+        recompute=recompute,
+    )
+    pipeline = Pipeline(model, mesh=mesh, layout=layout, schedule=parallel.schedule, loss_chunk=train.loss_chunk)
+    dp, optimizer = build_optimizer(model, optim, mesh=mesh, layout=layout, zero=parallel.zero)
     store = CheckpointStore(
         folder / CHECKPOINTS,
         rank=mesh.world.rank,
@@ -196,15 +251,22 @@ def build_run(
         asynchronous=checkpoint.asynchronous,
     )
     progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
+    rule = parse_rule(routing.force)
+    forced = None if rule is None else ForcedRouting(model, rule, seed=settings.seed, axis=mesh.stage)
+    recorder = None
+    if routing.trace and mesh.world.rank == 0:
+        layers, top_k = model_config.moe_layers, model_config.moe.top_k
+        recorder = RoutingRecorder(folder / ROUTING_FILE, layers=layers, top_k=top_k, resume_step=progress.step)
     peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.world.group)
     total, active = model_config.count_parameters()
     return Run(
         folder=folder,
         mesh=mesh,
         model=model,
+        pipeline=pipeline,
         dp=dp,
         optimizer=optimizer,
-        stepper=Stepper(model, dp=dp, optimizer=optimizer, mesh=mesh, loss_chunk=train.loss_chunk),
+        stepper=Stepper(pipeline, dp=dp, optimizer=optimizer),
         loader=loader,
         checkpoints=store,
         trackers=make_trackers(
@@ -221,6 +283,9 @@ def build_run(
         train=train,
         evaluate=evaluate,
         checkpoint=checkpoint,
+        routing=routing,
+        forced=forced,
+        recorder=recorder,
         peak_lr=optim.lr,
         seed=settings.seed,
         progress=progress,
@@ -242,13 +307,18 @@ def checkpoint_tensors(
 ) -> dict[str, TensorSlice]:
     """What this rank saves, under globally unique names: what it owns; a stage's first rank adds the router biases.
 
-    ``model/<parameter>``, ``model/<buffer>``, ``optim/<state>`` and ``rng/<rank>/cpu``.
+    ``model/<parameter>``, ``model/<buffer>``, ``optim/<state>`` and ``rng/<rank>/cpu``. Of a tied embedding that two
+    pipeline ranks hold, the first one's.
     """
     params = dict(model.named_parameters())
     tensors = {f"model/{name}": params[name].detach() for name in dp.owned_names}
     if mesh.stage.rank == 0:
         tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     tensors |= {f"optim/{name}": value for name, value in optimizer.state_dict().items()}
+    tied = tied_to(model, mesh=mesh)
+    if tied is not None and tied.rank > 0:
+        again = (f"model/{EMBEDDING}", f"optim/{EMBEDDING}/")
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(again)}
     tensors |= {f"rng/{mesh.world.rank}/cpu": torch.get_rng_state()}
     return place_tensors(tensors, model=model, mesh=mesh)
 

@@ -3,42 +3,33 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from data.loader import Microbatch
-from model.generate import generate
-from model.kimi import KimiModel
-from model.loss import IGNORE_INDEX, chunked_cross_entropy
-from parallel.context.layout import slice_tokens
-from parallel.mesh import Mesh
+from model.generate import continue_text
+from model.loss import IGNORE_INDEX
+from parallel.pipeline.decode import PipelineDecoder
+from parallel.pipeline.runtime import Pipeline
+from parallel.tensor import whole_sequence
+from train.step import to_device
 
 
-@torch.no_grad()
-def validation_loss(model: KimiModel, batches: Sequence[Microbatch], *, mesh: Mesh, chunk: int) -> float:
-    """Mean cross-entropy in nats over every labelled token of all ranks' batches.
+def validation_loss(pipeline: Pipeline, batches: Sequence[Microbatch]) -> float:
+    """Mean cross-entropy in nats over every labelled token of all ranks' batches; equal on all ranks.
 
     Args:
-        model: counts nothing and moves no bias, because it is given no statistics to write to.
-        batches: this rank's share of the validation split; the ranks of a cp group have the same ones, uncut.
-        mesh: for the sum over ranks.
-        chunk: tokens whose logits exist at once.
+        pipeline: counts nothing and moves no bias, because it is given no statistics to write to.
+        batches: this rank's share of the validation split; the ranks of a pp, cp or tp group have the same ones, uncut.
     """
-    device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        ids, labels = batch.input_ids.to(device), batch.labels.to(device)
-        ids, labels, documents = slice_tokens(ids, labels, batch.cu_seqlens, axis=mesh.cp)
-        hidden = model.hidden(ids, documents=documents)
-        sums[0] += chunked_cross_entropy(hidden, model.head.weight, labels, chunk=chunk)
-        sums[1] += (labels != IGNORE_INDEX).sum()
-    if mesh.dense.group is not None:
-        dist.all_reduce(sums, group=mesh.dense.group)
-    total, count = sums.tolist()
+    mesh = pipeline.mesh
+    slices = [to_device(batch, device=pipeline.device, cp=mesh.cp) for batch in batches]
+    loss = pipeline.evaluate(slices)
+    count = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in slices) if pipeline.has_loss else 0
+    total, count = pipeline.sum_over_ranks(torch.stack([loss, loss.new_tensor(count)])).tolist()
     return total / max(count, 1)
 
 
 def sample_text(
-    model: KimiModel,
+    pipeline: Pipeline,
     prompt: Sequence[int],
     *,
     decode: Callable[[list[int]], str],
@@ -47,7 +38,7 @@ def sample_text(
     seed: int,
     stop: int | None,
 ) -> str:
-    """The prompt and a sampled continuation, as text.
+    """The prompt and a sampled continuation, as text; equal on all ranks, which must all call.
 
     Args:
         prompt: token ids, at least one.
@@ -57,7 +48,8 @@ def sample_text(
         seed: of the sampling alone.
         stop: id that ends the text.
     """
-    device = next(model.parameters()).device
-    ids = torch.tensor(list(prompt), device=device)
-    sampled = generate(model, ids, tokens=tokens, temperature=temperature, seed=seed, stop=stop)
+    ids = torch.tensor(list(prompt), device=pipeline.device)
+    feed = PipelineDecoder(pipeline).feed
+    with whole_sequence(pipeline.model):
+        sampled = list(continue_text(feed, ids, tokens=tokens, temperature=temperature, seed=seed, stop=stop))
     return decode([*prompt, *sampled])

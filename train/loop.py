@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch.distributed as dist
 
 from data.loader import Microbatch
+from parallel.replicas import replica_faults
+from train.balance import expert_balance
 from train.build import Run, checkpoint_tensors
 from train.evaluate import sample_text, validation_loss
 from train.metrics import StepMetrics, reduce_over_ranks
@@ -19,14 +22,14 @@ class TrainingFailed(RuntimeError):
 
 
 def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> None:
-    """Train until ``run.train.steps`` and leave a checkpoint behind.
+    """Train until ``run.train.steps`` and leave a checkpoint behind, unless the routing is forced.
 
     Args:
         run: from `train.build.build_run`; its progress says where to begin.
         on_step: called with each step's metrics, to show them.
 
     Raises:
-        TrainingFailed: too many updates in a row were skipped.
+        TrainingFailed: too many updates in a row were skipped, or ranks differ that should be equal.
         CheckpointError: a checkpoint could not be written.
     """
     try:
@@ -34,13 +37,16 @@ def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> 
             run.trackers.log(metrics)
             if on_step is not None:
                 on_step(metrics)
-            if metrics.validation_loss is not None and run.mesh.world.rank == 0:
-                write_report(run.folder)
+            if metrics.validation_loss is not None:
+                write_files(run)
             check_health(run)
+            check_replicas(run)
             if due(run.checkpoint.every, run.progress.step) or run.progress.step == run.train.steps:
                 save(run)
         run.checkpoints.wait()
     finally:
+        if run.recorder is not None:
+            run.recorder.write()
         run.trackers.close()
         run.checkpoints.close()
 
@@ -60,12 +66,15 @@ def steps(run: Run) -> Iterator[StepMetrics]:
         )
         tokens = progress.tokens + batch.tokens
         lr = run.peak_lr * learning_rate_factor(run.schedule, tokens)
-        result = run.stepper.step(microbatches, lr=lr)
+        with nullcontext() if run.forced is None else run.forced.during(progress.step):
+            result = run.stepper.step(microbatches, lr=lr)
+        if run.recorder is not None:
+            run.recorder.add(result.load)
         progress.advance(tokens=tokens, learning_rate=lr, position=position, skipped=result.skipped)
         seconds = time.perf_counter() - started
         rate, utilisation = run.throughput.measure(batch.tokens, seconds)
         validation, sample = evaluate(run) if due(run.evaluate.every, progress.step) else (None, None)
-        load = expert_load(run, result) if due(run.train.detail_every, progress.step) else None
+        detailed = due(run.train.detail_every, progress.step)
         yield reduce_over_ranks(
             StepMetrics(
                 step=progress.step,
@@ -79,7 +88,9 @@ def steps(run: Run) -> Iterator[StepMetrics]:
                 mfu=utilisation,
                 max_over_mean_load=worst_imbalance(result),
                 max_logit=result.max_logit,
-                expert_load=load,
+                expert_load=expert_load(run, result) if detailed else None,
+                expert_balance=balance(run, result) if detailed else None,
+                forced_routing=run.routing.force or None,
                 skipped=result.skipped or None,
                 sample_ids=gather_sample_ids(run, microbatches) if result.skipped else None,
                 validation_loss=validation,
@@ -113,6 +124,11 @@ def expert_load(run: Run, result: StepResult) -> dict[str, list[int]]:
     return {str(layer): row.tolist() for layer, row in zip(run.model.config.moe_layers, result.load)}
 
 
+def balance(run: Run, result: StepResult) -> dict[str, dict[str, float | int]]:
+    """How evenly the step's rows were shared out, by MoE layer; see `train.balance`. All ranks call it."""
+    return expert_balance(result.rows, result.load, moe_layers=run.model.config.moe_layers, mesh=run.mesh)
+
+
 def worst_imbalance(result: StepResult) -> float | None:
     """Largest expert load over the mean, in the worst layer; None without experts."""
     if not result.load.numel():
@@ -130,12 +146,12 @@ def evaluate(run: Run) -> tuple[float, str | None]:
         rank=run.mesh.dp.rank,
         ranks=run.mesh.dp.size,
     )
-    loss = validation_loss(run.model, batches, mesh=run.mesh, chunk=run.train.loss_chunk)
+    loss = validation_loss(run.pipeline, batches)
     if not run.evaluate.sample_tokens:
         return loss, None
-    # On every rank, alike: with experts spread over ranks, one alone could not decode.
+    # On every rank, alike: with experts or layers spread over ranks, one alone could not decode.
     text = sample_text(
-        run.model,
+        run.pipeline,
         run.loader.encode_prompt(run.evaluate.prompt),
         decode=run.loader.decode,
         tokens=run.evaluate.sample_tokens,
@@ -161,8 +177,37 @@ def check_health(run: Run) -> None:
         )
 
 
+def check_replicas(run: Run) -> None:
+    """Where it is due, stop a run whose ranks no longer hold the same numbers, before it writes a checkpoint of them.
+
+    Raises:
+        TrainingFailed: on all ranks, if copies differ on any.
+    """
+    if not due(run.train.replica_check_every, run.progress.step):
+        return
+    if faults := replica_faults(run.model, mesh=run.mesh):
+        raise TrainingFailed(
+            f"step {run.progress.step}: ranks hold unequal copies (train.replica_check_every="
+            f"{run.train.replica_check_every}): {'; '.join(faults)}; look for a failing device or link and start the "
+            "same command again: it continues from the last checkpoint, which is intact"
+        )
+
+
+def write_files(run: Run) -> None:
+    """What else the run folder holds, brought up to date; all on rank 0."""
+    if run.recorder is not None:
+        run.recorder.write()
+    if run.mesh.world.rank == 0:
+        write_report(run.folder)
+
+
 def save(run: Run) -> None:
-    """Checkpoint the run as it is after the step just done."""
+    """Checkpoint the run as it is after the step just done, unless its routing is forced."""
+    if not run.routing.saves:
+        return
+    # First, so that no checkpoint is ahead of it.
+    if run.recorder is not None:
+        run.recorder.write()
     run.checkpoints.save(
         run.progress.step,
         tensors=checkpoint_tensors(run.model, dp=run.dp, optimizer=run.optimizer, mesh=run.mesh),

@@ -30,6 +30,8 @@ class TrainSettings:
     """Tokens whose logits exist at once."""
     detail_every: int = 10
     """Steps between records of the experts' loads in metrics.jsonl; 0 is never."""
+    replica_check_every: int = 100
+    """Steps between comparisons of the parameters and router biases that ranks hold copies of; 0 is never."""
 
     def errors(self) -> list[str]:
         """Every problem, one line each."""
@@ -37,8 +39,9 @@ class TrainSettings:
         for name in ("steps", "max_skipped", "loss_chunk"):
             if getattr(self, name) < 1:
                 found.append(f"train.{name}={getattr(self, name)}: must be at least 1")
-        if self.detail_every < 0:
-            found.append(f"train.detail_every={self.detail_every}: must be at least 0; 0 is never")
+        for name in ("detail_every", "replica_check_every"):
+            if getattr(self, name) < 0:
+                found.append(f"train.{name}={getattr(self, name)}: must be at least 0; 0 is never")
         if self.precision not in PRECISIONS:
             found.append(f"train.precision={self.precision}: must be one of {', '.join(PRECISIONS)}")
         return found

@@ -4,7 +4,6 @@ The loss of a token is divided by the count of labelled tokens of the whole step
 microbatches, before any backward pass: so the gradient is the same however the step is cut.
 """
 
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,21 +14,24 @@ from torch import Tensor
 
 from data.loader import Microbatch
 from model.kimi import KimiModel
-from model.loss import IGNORE_INDEX, chunked_cross_entropy
+from model.loss import IGNORE_INDEX
 from model.moe import MoE
 from model.router import bias_from_histogram, bias_from_load
 from model.stats import ForwardStats
 from optim.distributed import ShardedOptimizer
-from parallel.context.layout import slice_tokens
+from parallel.collectives import combine_in_place
+from parallel.context.layout import TokenSlice, slice_tokens
 from parallel.data import DataParallel
 from parallel.grads import finalize
-from parallel.mesh import Axis, Mesh
-from parallel.pipeline.stage import held_layers
+from parallel.mesh import Axis
+from parallel.pipeline.runtime import Pipeline
+from parallel.pipeline.stage import held_layers, tied_to
+from train.balance import row_table
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, equal on all ranks.
+    """What one step did, equal on all ranks but for ``rows``.
 
     loss: mean over the step's labelled tokens, in nats.
     grad_norm: before clipping.
@@ -37,6 +39,7 @@ class StepResult:
     labels: labelled tokens.
     load: int64 [MoE layers, experts] tokens routed to each expert.
     max_logit: largest attention logit of any head; None where it is not tracked.
+    rows: `train.balance.row_table` of this rank.
     """
 
     loss: float
@@ -45,51 +48,46 @@ class StepResult:
     labels: int
     load: Tensor
     max_logit: float | None
+    rows: Tensor
 
 
 class Stepper:
     """Runs optimizer steps on one model.
 
     Args:
-        model: its parameters live in ``dp``'s buckets.
+        pipeline: the model, whose parameters live in ``dp``'s buckets.
         dp: gradients and parameters of the data-parallel group.
         optimizer: updates what this rank owns.
-        mesh: this rank's place.
-        loss_chunk: tokens whose logits exist at once.
     """
 
-    def __init__(
-        self, model: KimiModel, *, dp: DataParallel, optimizer: ShardedOptimizer, mesh: Mesh, loss_chunk: int
-    ) -> None:
-        self.model, self.dp, self.optimizer, self.mesh = model, dp, optimizer, mesh
-        self.loss_chunk = loss_chunk
-        self.layers = held_layers(model)
-        self.device = next(model.parameters()).device
+    def __init__(self, pipeline: Pipeline, *, dp: DataParallel, optimizer: ShardedOptimizer) -> None:
+        self.pipeline, self.dp, self.optimizer = pipeline, dp, optimizer
+        self.model, self.mesh, self.device = pipeline.model, pipeline.mesh, pipeline.device
+        self.layers = held_layers(self.model)
+        self.tied = tied_to(self.model, mesh=self.mesh)
 
     def step(self, microbatches: Sequence[Microbatch], *, lr: float) -> StepResult:
         """Consume one step's microbatches of this rank and update the model.
 
         Args:
-            microbatches: at least one; every rank calls with its own, the ranks of a cp group with the same ones,
-                uncut.
+            microbatches: at least one; every data-parallel rank calls with its own, the ranks of a pp, cp or tp group
+                with the same ones, uncut.
             lr: learning rate of this step.
         """
-        tracks_logits = bool(self.optimizer.qk_targets)
-        stats = ForwardStats(self.model.config, device=self.device, max_logits=tracks_logits, layers=self.layers)
+        config = self.model.config
+        tracks_logits = self.optimizer.config.qk_clip > 0 and bool(config.mla_layers)
+        stats = ForwardStats(config, device=self.device, max_logits=tracks_logits, layers=self.layers)
         count = torch.tensor(sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches))
-        # Of uncut microbatches, which all cp ranks have.
+        # Of uncut microbatches, which all pp, cp and tp ranks have.
         labels = int(self._sum(count, self.mesh.dp))
         self.dp.zero_gradients()
-        total = torch.zeros((), dtype=torch.float64)
-        for index, microbatch in enumerate(microbatches):
-            last = index == len(microbatches) - 1
-            with self.dp.last_microbatch() if last else contextlib.nullcontext():
-                total += self._backward(microbatch, labels, stats)
+        batches = [to_device(m, device=self.device, cp=self.mesh.cp) for m in microbatches]
+        total = self.pipeline.train(batches, labels=labels, stats=stats, dp=self.dp)
         self.dp.finish()
         # Every rank must see the same verdict, so the loss is reduced before it is judged.
-        loss = float(self._sum(total, self.mesh.dense)) / max(labels, 1)
-        self._reduce(stats)
-        report = finalize(self.dp, clip_norm=self.optimizer.config.clip_norm, world=self.mesh.world)
+        loss = self.pipeline.sum_over_ranks(total).item() / max(labels, 1)
+        load, max_logit = self._reduce(stats)
+        report = finalize(self.dp, clip_norm=self.optimizer.config.clip_norm, world=self.mesh.world, tied=self.tied)
         skipped = not (report.finite and math.isfinite(loss))
         if not skipped:
             self.optimizer.step(
@@ -99,35 +97,39 @@ class Stepper:
                 max_logits=stats.max_logit if tracks_logits else None,
             )
             update_router_biases(self.model, stats)
-        max_logit = float(stats.max_logit.max()) if tracks_logits else None
-        return StepResult(loss, report.norm, skipped, labels, stats.load.cpu(), max_logit)
-
-    def _backward(self, microbatch: Microbatch, labels: int, stats: ForwardStats) -> Tensor:
-        """Add the gradients of the rank's slice of a microbatch; returns its sum of losses (fp64, on the host)."""
-        ids, targets = microbatch.input_ids.to(self.device), microbatch.labels.to(self.device)
-        ids, targets, documents = slice_tokens(ids, targets, microbatch.cu_seqlens, axis=self.mesh.cp)
-        hidden = self.model.hidden(ids, documents=documents, stats=stats)
-        loss = chunked_cross_entropy(hidden, self.model.head.weight, targets, chunk=self.loss_chunk)
-        (loss / max(labels, 1)).backward()
-        return loss.detach().double().cpu()
+        rows = row_table(stats, config.moe_layers)
+        return StepResult(loss, report.norm, skipped, labels, load, max_logit if tracks_logits else None, rows)
 
     def _sum(self, value: Tensor, axis: Axis) -> int | float:
         """Sum of a host scalar over the ranks of ``axis``."""
         value = value.to(self.device)
-        if axis.group is not None:
-            dist.all_reduce(value, group=axis.group)
+        combine_in_place(value, axis)
         return value.item()
 
-    def _reduce(self, stats: ForwardStats) -> None:
-        """Counts are summed and logits maximised over the ranks, once a step, all layers together."""
-        group = self.mesh.stage.group
-        if group is None:
-            return
+    def _reduce(self, stats: ForwardStats) -> tuple[Tensor, float]:
+        """Counts are summed and logits maximised over the ranks, once a step, all layers together.
+
+        Returns:
+            Of the whole model, on every rank: the load [MoE layers, experts] on the host, and the largest logit.
+        """
+        stage, pp = self.mesh.stage, self.mesh.pp
         for counts in (stats.load, stats.histogram):
-            if counts.numel():
-                dist.all_reduce(counts, group=group)
-        if stats.max_logit.numel():
-            dist.all_reduce(stats.max_logit, op=dist.ReduceOp.MAX, group=group)
+            combine_in_place(counts, stage)
+        combine_in_place(stats.max_logit, stage, op=dist.ReduceOp.MAX)
+        moe_layers = self.model.config.moe_layers
+        load = stats.load.new_zeros(len(moe_layers), stats.load.shape[1])
+        load[[moe_layers.index(layer) for layer in stats.moe_layers]] = stats.load
+        largest = torch.full((1,), -torch.inf, device=self.device)
+        largest = torch.cat([stats.max_logit.flatten(), largest]).max()
+        combine_in_place(load, pp)
+        combine_in_place(largest, pp, op=dist.ReduceOp.MAX)
+        return load.cpu(), float(largest)
+
+
+def to_device(microbatch: Microbatch, *, device: torch.device, cp: Axis) -> TokenSlice:
+    """This rank's slice of a microbatch, where the model runs."""
+    ids, labels = microbatch.input_ids.to(device), microbatch.labels.to(device)
+    return slice_tokens(ids, labels, microbatch.cu_seqlens, axis=cp)
 
 
 @torch.no_grad()

@@ -106,21 +106,43 @@ def test_a_wrong_override_is_one_line_that_names_it(override: str, message: str)
     assert "\n" not in str(error.value)
 
 
+HEADS = ["model.kda.heads=4", "model.mla.heads=4"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
         (["model.moe.top_k=99"], ["model.moe.top_k=99"]),
         (["optim.lr=-1", "model.layers=KKX"], ["optim.lr=-1.0", "model.layers='KKX'"]),
         (
-            ["parallel.tp=2", "batch.sequences=3", "model.kda.heads=3", "model.mla.heads=4"],
-            ["parallel.tp=2", "batch.sequences=3", "model.kda.heads=3"],
+            [
+                "parallel.tp=2",
+                "batch.length=127",
+                "model.vocab_size=8193",
+                "model.dense_dim=7",
+                "model.moe.expert_dim=9",
+            ],
+            [
+                "batch.length=127: must be a multiple of parallel.cp x parallel.tp = 1 x 2",
+                *("model.kda.heads=3: must be", "model.mla.heads=3: must be", "model.vocab_size=8193: must be"),
+                "model.dense_dim=7: must be divisible by parallel.tp=2, which splits it; use 8 or",
+                "model.moe.expert_dim=9: must be",
+            ],
         ),
+        (["parallel.tp=2", "model.layers=K*4", "model.kda.heads=4"], []),
+        # 20 elements of bf16 are a multiple of 16 bytes neither whole nor cut; 24 are whole only.
+        ([*HEADS, "parallel.tp=2", "train.precision=bf16", "model.moe.expert_dim=20"], []),
+        ([*HEADS, "parallel.tp=2", "train.precision=bf16", "model.moe.expert_dim=24"], ["use 32 or another parallel"]),
         (["batch.microbatch=3"], ["batch.microbatch=3"]),
         (["schedule.warmup_tokens=10000000"], ["schedule.warmup_tokens=10000000"]),
         (["model.vocab_size=4096"], ["model.vocab_size=4096"]),
         (["model.mla.rotary=true", "model.mla.rope_dim=15"], ["model.mla.rope_dim=15"]),
         (["train.precision=fp8", "evaluate.every=-1"], ["train.precision=fp8", "evaluate.every=-1"]),
         (["parallel.dp=1"], ["parallel.dp=1"]),
+        (["parallel.zero=3", "train.replica_check_every=-1"], ["parallel.zero=3: must be 1", "replica_check_every=-1"]),
+        (["parallel.pp=2", "model.layers=K"], ["parallel.pp x parallel.vpp=2 x 1: more virtual stages than the 1"]),
+        (["parallel.pp=2", "parallel.layout=[2,1]"], ["parallel.layout=[2, 1]: sums to 3, must be the"]),
+        (["parallel.pp=2", "parallel.schedule=gpip"], ["parallel.schedule=gpip: must be one of"]),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else None,
 )

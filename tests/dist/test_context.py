@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.config import KDAConfig, MLAConfig, MoEConfig
 from model.documents import Documents
 from model.generate import generate
-from model.hf_map import from_hf
 from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
 from model.seams import AttentionCore, ConvWeights, KDACore, LocalAttention, LocalKDA
@@ -25,10 +23,12 @@ from parallel.context import install_context
 from parallel.context.kda import ContextKDA
 from parallel.context.layout import slice_tokens
 from parallel.context.mla import ContextMLA
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Axis, Mesh, ParallelConfig
+from parallel.pipeline.runtime import Pipeline
+from tests.bench import long_context
+from tests.dist.parity import check_parity, run_alone, run_on_mesh
 from tests.dist.ranks import RankPool
-from tests.model.test_oracles import load
-from tests.model.tiny import tiny_config, tiny_model, tokens
+from tests.model.tiny import tiny_model, tokens
 from train.evaluate import validation_loss
 
 LENGTH = 48
@@ -224,22 +224,13 @@ def test_no_gradient_crosses_a_document_boundary(pool: RankPool) -> None:
 # --- whole models ---
 
 
-def make_model(name: str) -> KimiModel:
-    if name == "k3_tiny":
-        config, params, _ = load(name)
-        return from_hf(config, params, dtype=torch.float64)
-    return tiny_model(name)
-
-
-def model_loss(
-    model: KimiModel, batch: SimpleNamespace, axis: Axis, *, chunk: int = 7
-) -> tuple[Tensor, dict, ForwardStats]:
+def model_loss(model: KimiModel, batch: SimpleNamespace, axis: Axis) -> tuple[Tensor, dict, ForwardStats]:
     """The loss of one microbatch as `train.step` takes it, this rank's part; gradients and statistics."""
-    stats = ForwardStats(model.config, device=torch.device("cpu"), max_logits=len(batch.input_ids[0]) < LONG)
+    stats = ForwardStats(model.config, device=torch.device("cpu"), max_logits=True)
     ids, labels, documents = slice_tokens(batch.input_ids, batch.labels, batch.cu_seqlens, axis=axis)
     hidden = model.hidden(ids, documents=documents, stats=stats)
     count = int((batch.labels != IGNORE_INDEX).sum())
-    loss = chunked_cross_entropy(hidden, model.head.weight, labels, chunk=chunk) / count
+    loss = chunked_cross_entropy(hidden, model.head.weight, labels, chunk=7) / count
     loss.backward()
     return loss.detach(), {name: param.grad for name, param in model.named_parameters()}, stats
 
@@ -248,10 +239,10 @@ def model_on_slice(size: int, name: str, batch: SimpleNamespace) -> tuple | None
     axis = axis_of(size)
     if axis is None:
         return None
-    model = make_model(name)
+    model = tiny_model(name)
     install_context(model, axis)
     loss, grads, stats = model_loss(model, batch, axis)
-    validation = validation_loss(model, [batch], mesh=Mesh(cp=axis, dense=axis), chunk=7)
+    validation = validation_loss(Pipeline(model, mesh=Mesh(cp=axis, dense=axis), loss_chunk=7), [batch])
     return loss, grads, stats.load, stats.histogram, stats.max_logit, validation
 
 
@@ -269,18 +260,15 @@ MODELS = [
     pytest.param("k3_full", make_batch(48, CASES["just_before"]), id="k3_full-just_before"),
     pytest.param("linear", make_batch(48, CASES["just_after"]), id="linear-just_after"),
     pytest.param("k2", make_batch(48, CASES["three_ranks"]), id="k2-three_ranks"),
-    # The oracle's own sequence of 75 tokens does not divide.
-    pytest.param("k3_tiny", make_batch(72, [0, 72]), id="k3_tiny-one_document"),
-    pytest.param("k3_tiny", make_batch(72, [0, 17, 18, 55, 72]), id="k3_tiny-packed"),
 ]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("name", "batch"), MODELS)
 def test_models_equal_one_rank(pool: RankPool, name: str, batch: SimpleNamespace, size: int) -> None:
-    model = make_model(name)
+    model = tiny_model(name)
     loss, grads, stats = model_loss(model, batch, Axis())
-    validation = validation_loss(model, [batch], mesh=Mesh(), chunk=7)
+    validation = validation_loss(Pipeline(model, mesh=Mesh(), loss_chunk=7), [batch])
     parts = [part for part in pool.run(model_on_slice, size, name, batch) if part is not None]
     losses, rank_grads, loads, histograms, logits, validations = zip(*parts)
     close(torch.stack(losses).sum(), loss, "loss")
@@ -311,35 +299,26 @@ def test_one_rank_alone_may_decode(pool: RankPool) -> None:
 
 # --- a long one ---
 
-LONG = 262_144
 
-
-def long_step(layers: str, offsets: list[int]) -> tuple[float, float]:
-    """Loss and gradient norm (of the rank's own part) of a tiny fp32 model on one row of `LONG` tokens."""
-    axis = Axis("cp", dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-    config = tiny_config("k3")
-    config.layers, config.hidden_dim, config.dense_dim = layers, 16, 16
-    config.kda = KDAConfig(heads=1, head_dim=16)
-    config.mla = MLAConfig(heads=4, q_rank=8, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=16)
-    config.moe = MoEConfig(experts=4, top_k=1, expert_dim=8, latent_dim=8, shared_experts=1)
-    assert config.errors() == []
-    model = tiny_model(config, dtype=torch.float32)
-    install_context(model, axis)
-    loss, grads, _ = model_loss(model, make_batch(LONG, offsets), axis, chunk=4096)
-    norm = torch.stack([grad.norm() for grad in grads.values() if grad is not None]).norm()
-    return float(loss), float(norm)
+def test_a_long_row_equals_one_rank(pool: RankPool) -> None:
+    """What `tests.bench.long_context` trains, on fewer tokens: every gradient, and what the step made of it."""
+    case = long_context.make_case(2048, document=700, dtype=torch.float64)
+    check_parity(run_on_mesh(pool, case, ParallelConfig(cp=4)), run_alone(case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layers", "offsets"),
+    ("layers", "document"),
     [
-        pytest.param("K", [0, LONG], id="KDA-one_document"),
-        # Attention is quadratic in the document; every border of a slice lies inside one.
-        pytest.param("KM", [*range(0, LONG, 10_000), LONG], id="pair-packed"),
+        pytest.param("K", long_context.LENGTH, id="KDA-one_document"),
+        # Attention is quadratic in the document.
+        pytest.param("KM", 10_000, id="pair-packed"),
     ],
 )
-def test_262144_tokens_over_four_ranks(pool: RankPool, layers: str, offsets: list[int]) -> None:
-    losses, norms = zip(*pool.run(long_step, layers, offsets))
-    assert 3.0 < sum(losses) < 12.0
-    assert all(math.isfinite(norm) and norm > 0 for norm in norms)
+def test_262144_tokens_over_four_ranks(layers: str, document: int) -> None:
+    case = long_context.make_case(long_context.LENGTH, document=document, layers=layers)
+    with RankPool(4, timeout=600) as patient:
+        results = patient.run(long_context.train_step, case)
+    assert len({(result.loss, result.grad_norm) for result in results}) == 1
+    assert 3.0 < results[0].loss < 12.0
+    assert 0 < results[0].grad_norm < math.inf

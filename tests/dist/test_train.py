@@ -34,10 +34,11 @@ PROOF = ["train.precision=fp64", "optim.lr=1e-3"]
 
 
 def check_equal(found: Path, expected: Path, *, step: int) -> None:
-    """Same samples; losses, norms, weights, biases and optimizer state equal but for the order of sums."""
+    """Same samples and texts; losses, norms, weights, biases and optimizer state equal but for the order of sums."""
     for record, reference in zip(read_metrics(found), read_metrics(expected), strict=True):
         assert record["samples_hash"] == reference["samples_hash"]
         assert record["learning_rate"] == reference["learning_rate"]
+        assert record.get("sample") == reference.get("sample")
         for name in ("loss", "grad_norm", "validation_loss"):
             assert record.get(name, 0.0) == pytest.approx(reference.get(name, 0.0), rel=1e-9)
     one, other = ({k: v for k, v in saved(f, step).items() if not k.startswith("rng/")} for f in (found, expected))
@@ -50,7 +51,10 @@ MESHES = {
     "dp2": [],
     "ep2": ["parallel.ep=2"],
     "cp2": ["parallel.cp=2"],
+    "tp2": ["parallel.tp=2"],
     "cp2-ep2": ["parallel.cp=2", "parallel.ep=2"],
+    "pp2": ["parallel.pp=2"],
+    "pp2-zero_bubble": ["parallel.pp=2", "parallel.schedule=zero_bubble"],
 }
 
 
@@ -70,7 +74,17 @@ def test_two_ranks_equal_one(tmp_path: Path, corpus: Path, pool: RankPool, alone
 
 
 @pytest.mark.parametrize(
-    "mesh", [["parallel.ep=4"], ["parallel.cp=2", "parallel.ep=2"], ["parallel.cp=4", "parallel.ep=4"]], ids="-".join
+    "mesh",
+    [
+        ["parallel.ep=4"],
+        ["parallel.cp=2", "parallel.ep=2"],
+        ["parallel.cp=4", "parallel.ep=4"],
+        ["parallel.tp=2", "parallel.ep=2"],
+        ["parallel.tp=2", "parallel.cp=2"],
+        ["parallel.pp=2", "parallel.tp=2"],
+        ["parallel.pp=2", "parallel.ep=2", "parallel.zero=2"],
+    ],
+    ids="-".join,
 )
 def test_four_ranks_equal_one(tmp_path: Path, corpus: Path, alone: Path, mesh: list[str]) -> None:
     options = ["train.steps=8", "evaluate.every=4", *PROOF, *mesh]
@@ -81,7 +95,7 @@ def test_four_ranks_equal_one(tmp_path: Path, corpus: Path, alone: Path, mesh: l
 
 def test_a_run_moves_between_meshes(tmp_path: Path, corpus: Path, pool: RankPool, alone: Path) -> None:
     """Two steps on each mesh, then the rest on one rank: the same run."""
-    for steps, mesh in [(2, "ep2"), (4, "cp2-ep2"), (6, "dp2")]:
+    for steps, mesh in [(2, "ep2"), (3, "tp2"), (4, "pp2"), (5, "cp2-ep2"), (6, "dp2")]:
         options = [f"train.steps={steps}", "evaluate.every=4", *PROOF, *MESHES[mesh]]
         assert pool.run(train_rank, overrides(tmp_path, corpus, *options)) == [0, 0]
     assert main(overrides(tmp_path, corpus, "train.steps=8", "evaluate.every=4", *PROOF)) == 0

@@ -13,7 +13,7 @@ from parallel.mesh import Axis
 
 def with_gradients(gradients: dict[str, Tensor]) -> DataParallel:
     params = {name: nn.Parameter(torch.zeros_like(g)) for name, g in gradients.items()}
-    dp = DataParallel(params, group=None)
+    dp = DataParallel(params, axis=Axis())
     for name, param in params.items():
         (param * gradients[name]).sum().backward()
     dp.finish()

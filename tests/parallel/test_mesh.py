@@ -13,10 +13,9 @@ def test_one_process_needs_no_process_group() -> None:
 def test_config_errors() -> None:
     assert ParallelConfig().errors(world_size=8) == []
     assert ParallelConfig(dp=8).errors(world_size=8) == []
-    assert ParallelConfig(tp=2, pp=4).errors(world_size=8) == [
-        "parallel.tp=2: only dp, ep and cp are available in this version; set parallel.tp=1",
-        "parallel.pp=4: only dp, ep and cp are available in this version; set parallel.pp=1",
-    ]
+    assert ParallelConfig(tp=2, pp=4, vpp=2).errors(world_size=8) == []
+    assert ParallelConfig(pp=4, vpp=2, placement="v", schedule="zero_bubble").errors(world_size=8) == []
+    assert ParallelConfig(tp=2, cp=2, ep=4).errors(world_size=8) == []
     assert ParallelConfig(cp=2, ep=8).errors(world_size=8) == []
     (error,) = ParallelConfig(cp=2, ep=3).errors(world_size=8)
     assert error.startswith("parallel.ep=3: must divide dp x cp = 8")
@@ -26,18 +25,39 @@ def test_config_errors() -> None:
     assert error.startswith("parallel.dp=4: contradicts the 2 launched rank(s)")
     (error,) = ParallelConfig(dp=-1).errors(world_size=2)
     assert error.startswith("parallel.dp=-1: must be at least 0")
-    assert len(ParallelConfig(tp=0, pp=2, dp=3).errors(world_size=1)) == 2
+    assert len(ParallelConfig(tp=0, pp=-1, dp=3).errors(world_size=1)) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ParallelConfig(vpp=2), "parallel.vpp=2: virtual stages need parallel.pp above 1"),
+        (ParallelConfig(pp=2, placement="v"), "parallel.placement=v: contradicts parallel.vpp=1"),
+        (ParallelConfig(pp=2, vpp=2, schedule="1f1b"), "parallel.schedule=1f1b: contradicts parallel.vpp=2"),
+        (ParallelConfig(schedule="2f2b"), "parallel.schedule=2f2b: must be one of auto, gpipe"),
+        (ParallelConfig(balance="fair"), "parallel.balance=fair: must be one of even, cost"),
+        (ParallelConfig(placement="w"), "parallel.placement=w: must be one of loop, v"),
+    ],
+)
+def test_pipeline_contradictions(config: ParallelConfig, message: str) -> None:
+    (error,) = config.errors(world_size=8)
+    assert error.startswith(message)
 
 
 @pytest.mark.parametrize(("pp", "dp", "cp", "tp", "ep"), [(1, 8, 1, 1, 4), (2, 2, 2, 2, 4), (2, 1, 4, 1, 2)])
 def test_every_axis_partitions_the_ranks_into_groups_of_its_size(pp: int, dp: int, cp: int, tp: int, ep: int) -> None:
     world = pp * dp * cp * tp
     lines = axis_lines(world, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
-    sizes = {"world": world, "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}
+    sizes = {"world": world, "pp": pp, "pp_back": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}
     sizes |= {"stage": dp * cp * tp, "dense": dp * cp, "expert_dp": dp * cp // ep}
     for name, size in sizes.items():
         assert {len(group) for group in lines[name]} == {size}
         assert sorted(rank for group in lines[name] for rank in group) == list(range(world))
+
+
+def test_the_ends_of_every_pipeline_are_paired() -> None:
+    assert axis_lines(6, pp=3, dp=2, cp=1, tp=1, ep=1)["ends"] == [[0, 4], [1, 5]]
+    assert axis_lines(2, pp=1, dp=2, cp=1, tp=1, ep=1)["ends"] == [[0], [1]]
 
 
 def test_experts_are_spread_over_neighbouring_dense_ranks() -> None:
