@@ -8,7 +8,9 @@ Shapes: T tokens, E experts, K chosen experts, D model, B histogram bins.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +18,44 @@ from torch.nn import functional as F
 
 from model.config import MoEConfig
 from model.params import ParamRole, declare
-from model.stats import LayerStats
+from model.stats import LayerStats, RowStats
+
+T = TypeVar("T")
+
+
+class Decisions:
+    """What one forward pass of an expert layer decided: which experts, and what the dispatcher planned for them.
+
+    A pass that repeats another for its gradient is given the other's decisions and makes none: a tie broken
+    otherwise, or another device's rounding, would send tokens to experts whose outputs were never used.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """The decision ``name``: what ``make`` returned when it was first asked for."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Chosen experts of each token: ``expert_TK`` int64, and their weights ``weight_TK`` (fp32)."""
+    """Chosen experts of each token: ``expert_TK`` int64, and their weights ``weight_TK`` (fp32).
+
+    decisions: where a dispatcher keeps what it derives from ``expert_TK`` alone.
+    rows: where it counts what it decides; None in passes that do not count.
+    """
 
     expert_TK: Tensor
     weight_TK: Tensor
+    decisions: Decisions = field(default_factory=Decisions)
+    rows: RowStats | None = None
+
+
+Selection = Callable[..., tuple[Tensor, Tensor]]
+"""What may stand in for `select_experts`."""
 
 
 class Router(nn.Module):
@@ -37,21 +68,29 @@ class Router(nn.Module):
         self.top_k = config.top_k
         self.renormalize = config.renormalize
         self.scaling = config.routed_scaling
+        self.select: Selection | None = None
         self.weight = nn.Parameter(torch.empty(config.experts, dim))
         # fp32 whatever the compute dtype: bf16 cannot hold its small moves.
         self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32))
         declare(self, weight=ParamRole(kind="matrix"))
 
-    def forward(self, x_TD: Tensor, *, stats: LayerStats | None) -> Routing:
+    def forward(self, x_TD: Tensor, *, stats: LayerStats | None, decisions: Decisions | None = None) -> Routing:
+        decisions = Decisions() if decisions is None else decisions
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         scores_TE = torch.sigmoid(F.linear(x_TD.to(dtype), self.weight.to(dtype)))
-        expert_TK, cutoff_T = select_experts(scores_TE.detach(), self.bias, k=self.top_k)
-        if stats is not None:
-            self._count(scores_TE.detach(), expert_TK, cutoff_T, stats)
+        expert_TK = decisions.once("experts", lambda: self._choose(scores_TE.detach(), stats))
         weight_TK = scores_TE.gather(1, expert_TK)
         if self.renormalize:
             weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + 1e-20)
-        return Routing(expert_TK, weight_TK * self.scaling)
+        return Routing(expert_TK, weight_TK * self.scaling, decisions, None if stats is None else stats.rows)
+
+    def _choose(self, scores_TE: Tensor, stats: LayerStats | None) -> Tensor:
+        """The chosen experts, counted: what is chosen once is counted once."""
+        select = select_experts if self.select is None else self.select
+        expert_TK, cutoff_T = select(scores_TE, self.bias, k=self.top_k)
+        if stats is not None:
+            self._count(scores_TE, expert_TK, cutoff_T, stats)
+        return expert_TK
 
     def _count(self, scores_TE: Tensor, expert_TK: Tensor, cutoff_T: Tensor, stats: LayerStats) -> None:
         if stats.valid_BT is not None:

@@ -33,6 +33,18 @@ MOST_POINTS = 1200
 LOAD_COLOURS = LinearSegmentedColormap.from_list("load", ["#184f95", "#6da7ec", "#f0efec", "#ec835a", "#a32a13"])
 """Diverging, neutral at the mean: blue is idle, red overloaded."""
 
+MOST_LOAD = 4.0
+"""Top of the heat map's scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """One series of bars, one for each place on the x axis."""
+
+    label: str
+    heights: Sequence[float]
+    colour: str = SERIES_1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
@@ -85,19 +97,24 @@ def line_chart(
         else:
             axes.yaxis.set_major_locator(MaxNLocator(5))
             axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else _short))
-        if from_zero:
-            axes.set_ylim(bottom=0)
+        largest = max(y for line in lines for y in line.y)
+        if from_zero and largest > 0:
+            axes.set_ylim(0, 1.08 * largest)
         if len(lines) > 1:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(lines), frameon=False, handlelength=1.4)
         return _to_svg(figure, y_label)
 
 
 def heat_map(rows: Sequence[str], values: np.ndarray, *, x_label: str, y_label: str, colour_label: str) -> str:
-    """``values`` [rows, columns], 1 where balanced, as coloured cells in an ``<svg>``; NaN is left empty."""
+    """``values`` [rows, columns], 1 where balanced, as coloured cells in an ``<svg>``; NaN is left empty.
+
+    What is above `MOST_LOAD` has its colour: one hot cell must not turn all others pale.
+    """
     height = 0.9 + min(5.0, max(0.9, 0.24 * len(rows)))
     with matplotlib.rc_context(_STYLE):
         figure, axes = _new_axes((10.6, height))
-        top = max(2.0, float(np.nanmax(values)))
+        largest = float(np.nanmax(values))
+        top = min(max(2.0, largest), MOST_LOAD)
         norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
         image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=LOAD_COLOURS, norm=norm)
         axes.grid(visible=False)
@@ -108,10 +125,63 @@ def heat_map(rows: Sequence[str], values: np.ndarray, *, x_label: str, y_label: 
         every = max(1, len(rows) // 16)
         axes.set_yticks(range(0, len(rows), every), labels=list(rows)[::every])
         bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=max(8, 9 * height), ticks=[0, 0.5, 1, top])
-        bar.ax.set_yticklabels(["0", "½", "1", f"{top:.3g}"])
+        bar.ax.set_yticklabels(["0", "½", "1", f"≥ {top:g}" if largest > top else f"{top:.3g}"])
         bar.outline.set_visible(False)
         bar.set_label(colour_label)
         return _to_svg(figure, colour_label)
+
+
+def bar_chart(
+    names: Sequence[str],
+    bars: Sequence[Bars],
+    *,
+    y_label: str,
+    x_label: str,
+    level: tuple[float, str],
+    size: tuple[float, float] = (10.6, 2.5),
+) -> str:
+    """Bars from 0, side by side at each place, as an ``<svg>``; their numbers on top while there is room for them.
+
+    Args:
+        names: of the places on the x axis.
+        bars: at least one series, as many heights as names.
+        y_label: quantity and unit.
+        x_label: what the places are.
+        level: (height, label) of a dashed line to compare with.
+        size: inches at 96 pixels; scales with the page.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new_axes(size)
+        place, width = np.arange(len(names)), min(0.8 / len(bars), 0.06 * len(names))
+        for index, series in enumerate(bars):
+            left = place + (index - (len(bars) - 1) / 2) * width
+            drawn = axes.bar(left, series.heights, 0.92 * width, color=series.colour, label=series.label)
+            if len(names) * len(bars) <= 24:
+                axes.bar_label(drawn, fmt="%.2f", fontsize=8, color=MUTED, padding=3)
+        height, label = level
+        axes.axhline(height, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label=label)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.set_xlim(-0.6, len(names) - 0.4)
+        axes.set_ylim(0, 1.12 * max(height, *(max(series.heights) for series in bars)))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_formatter(FuncFormatter(_short))
+        every = max(1, len(names) // 24)
+        axes.set_xticks(place[::every], labels=list(names)[::every])
+        handles, labels = axes.get_legend_handles_labels()
+        # The level is drawn last and told last.
+        order = [*range(1, len(handles)), 0]
+        axes.legend(
+            [handles[i] for i in order],
+            [labels[i] for i in order],
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
+            ncols=len(handles),
+            frameon=False,
+            handlelength=1.4,
+        )
+        return _to_svg(figure, y_label)
 
 
 _STYLE: dict[Any, Any] = {

@@ -72,6 +72,12 @@ class StepMetrics:
     expert_load: dict[str, list[int]] | None = field(
         default=None, metadata=_measured("routed tokens per expert, by layer")
     )
+    expert_balance: dict[str, dict[str, float | int]] | None = field(
+        default=None, metadata=_measured("how evenly experts and ranks were used, by layer: see train/balance.py")
+    )
+    forced_routing: str | None = field(
+        default=None, metadata=_measured("the rule that chose the experts instead of the routers: a benchmark")
+    )
     skipped: bool | None = field(default=None, metadata=_measured("true if the update was skipped"))
     sample_ids: list[int] | None = field(default=None, metadata=_measured("ids of the samples of a skipped step"))
     validation_loss: float | None = field(default=None, metadata=_measured("nats per token"))

@@ -11,14 +11,14 @@ step, or one that was killed, has a report too. ``python -m train.report RUN_DIR
 import html
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from train.charts import MUTED, SERIES_1, SERIES_2, SERIES_3, Line, heat_map, line_chart
+from train.charts import MUTED, SERIES_1, SERIES_2, SERIES_3, Bars, Line, bar_chart, heat_map, line_chart
 
 REPORT_FILE = "report.html"
 FACTS_FILE = "facts.json"
@@ -62,8 +62,10 @@ def write_report(run_dir: Path) -> Path:
     config = config_path.read_text("utf-8") if config_path.is_file() else ""
     sections = [
         _header(run_dir.resolve().name, records, facts),
+        *_forced(records),
         *_curves(records, facts),
         *_expert_load(records),
+        *_rank_load(records),
         *_samples(records),
         *_skipped(records),
         *_configuration(config),
@@ -142,6 +144,17 @@ def _count(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.4g}"
 
 
+def _forced(records: Sequence[Record]) -> list[str]:
+    """The banner of a run whose experts a rule chose."""
+    rules = sorted({record["forced_routing"] for record in records if record.get("forced_routing")})
+    if not rules:
+        return []
+    return [
+        f'<p class="card banner"><b>Forced routing: {html.escape(", ".join(rules))}.</b> A rule chose the experts, not '
+        "the routers, to measure a load. Losses and weights of this run are worth nothing.</p>"
+    ]
+
+
 def _curves(records: Sequence[Record], facts: dict[str, Any]) -> list[str]:
     charts = []
     lines = _lines(records, "loss", label="training")
@@ -186,7 +199,7 @@ def _expert_load(records: Sequence[Record]) -> list[str]:
     cards = []
     if loaded:
         load: dict[str, list[float]] = loaded[-1]["expert_load"]
-        layers = sorted(load, key=lambda layer: (len(layer), layer))
+        layers = _in_order(load)
         values = np.full((len(layers), max(len(load[layer]) for layer in layers)), np.nan)
         for row, layer in enumerate(layers):
             counts = np.asarray(load[layer], dtype=float)
@@ -202,6 +215,34 @@ def _expert_load(records: Sequence[Record]) -> list[str]:
         svg = line_chart([line], y_label="largest load / mean load", size=(10.6, 2.5))
         cards.append(_card("Balance over time", svg, wide=True, note="Worst layer of each step; 1 is balanced."))
     return [f'<section class="grid">{"".join(cards)}</section>'] if cards else []
+
+
+def _rank_load(records: Sequence[Record]) -> list[str]:
+    """What balancing did for the ranks, of the last record with numbers of ranks."""
+    shared = [record for record in records if any("before" in x for x in (record.get("expert_balance") or {}).values())]
+    if not shared:
+        return []
+    balance: dict[str, dict[str, float]] = shared[-1]["expert_balance"]
+    layers = _in_order(balance)
+    before, after = ([balance[layer][name] for layer in layers] for name in ("before", "after"))
+    bars = [
+        Bars(label="every expert at its home", heights=before, colour=SERIES_2),
+        Bars(label="as computed", heights=after, colour=SERIES_1),
+    ]
+    svg = bar_chart(
+        layers, bars, y_label="busiest rank / mean", x_label="layer", level=(1.0, "all ranks equal"), size=(10.6, 2.8)
+    )
+    borrowed, lent, dropped = (sum(x[name] for x in balance.values()) for name in ("borrowed", "lent_bytes", "dropped"))
+    note = (
+        f"Rows of the busiest rank over the mean at step {shared[-1]['step']:,}. Lent: {borrowed:,} copies of experts, "
+        f"{_count(lent)} bytes. Rows dropped: {dropped:,}."
+    )
+    return [f'<section class="grid">{_card("Ranks before and after balancing", svg, wide=True, note=note)}</section>']
+
+
+def _in_order(layers: Iterable[str]) -> list[str]:
+    """Layers by number."""
+    return sorted(layers, key=lambda layer: (len(layer), layer))
 
 
 def _samples(records: Sequence[Record]) -> list[str]:
@@ -280,6 +321,7 @@ h2 { font-size: 14px; font-weight: 600; margin: 0 0 6px; }
 .grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
 .card { margin: 0; padding: 14px 16px; min-width: 0; } .wide { grid-column: 1 / -1; }
 .card svg { display: block; width: 100%; height: auto; }
+.banner { border-color: var(--series-2); border-left: 6px solid var(--series-2); }
 .note { color: var(--muted); font-size: 13px; margin: -4px 0 8px; }
 details + details { margin-top: 4px; } summary { cursor: pointer; color: var(--muted); font-size: 13px; }
 pre { margin: 8px 0; padding: 12px; background: var(--page); border-radius: 8px; max-height: 420px;

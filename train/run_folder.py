@@ -3,6 +3,7 @@
 config.yaml     the effective configuration
 facts.json      what is known about the run: sizes, corpus, unigram entropy
 metrics.jsonl   one object per step
+routing.npz     rows of each expert, step by step, if the run records them
 checkpoints/    sealed checkpoints
 report.html     written at the end and after every evaluation
 """
@@ -18,6 +19,7 @@ import yaml
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "facts.json"
 CHECKPOINTS = "checkpoints"
+ROUTING_FILE = "routing.npz"
 LOCK_FILE = ".lock"
 
 

@@ -160,6 +160,61 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert "<dt>steps</dt><dd>2</dd>" in write_report(run).read_text("utf-8")
 
 
+BALANCE = {
+    "1": {"entropy": 0.9, "before": 2.25, "after": 1.0, "borrowed": 3, "lent_bytes": 12_000, "dropped": 0},
+    "10": {"entropy": 0.8, "before": 1.75, "after": 1.02, "borrowed": 1, "lent_bytes": 4_000, "dropped": 0},
+    "2": {"entropy": 1.0, "before": 1.5, "after": 1.0, "borrowed": 2, "lent_bytes": 8_000, "dropped": 0},
+}
+
+
+def test_ranks_are_shown_before_and_after_balancing(tmp_path: Path) -> None:
+    records = [make_record(1), make_record(2, expert_balance=BALANCE), make_record(3)]
+    page = write_report(make_run(tmp_path / "run", records)).read_text("utf-8")
+    assert headings(page)[-1] == "Ranks before and after balancing"
+    assert "at step 2. Lent: 6 copies of experts, 24k bytes. Rows dropped: 0." in page
+    chart = re.findall(r"<svg .*?</svg>", page, re.DOTALL)[-1]
+    ElementTree.fromstring(chart)
+    # By series, layers in their order.
+    assert re.findall(r">(\d\.\d\d)</text>", chart) == ["2.25", "1.50", "1.75", "1.00", "1.00", "1.02"]
+    for label in ("every expert at its home", "as computed", "all ranks equal", "layer", "busiest rank / mean"):
+        assert f">{label}</text>" in chart, label
+    ticks = chart[: chart.index(">layer</text>")]
+    assert re.findall(r">(\d+)</text>", ticks) == ["1", "2", "10"]
+
+
+def test_many_layers_have_bars_without_numbers(tmp_path: Path) -> None:
+    balance = {str(layer): BALANCE["1"] for layer in range(60)}
+    page = write_report(make_run(tmp_path / "run", [make_record(1, expert_balance=balance)])).read_text("utf-8")
+    chart = re.findall(r"<svg .*?</svg>", page, re.DOTALL)[-1]
+    assert chart.count('id="patch_') > 120
+    assert "2.25" not in chart
+
+
+def test_on_one_rank_there_is_nothing_to_balance(tmp_path: Path) -> None:
+    record = make_record(1, expert_balance={"1": {"entropy": 0.9}})
+    page = write_report(make_run(tmp_path / "run", [record])).read_text("utf-8")
+    assert "Ranks before and after balancing" not in headings(page)
+
+
+def test_forced_routing_has_a_banner(tmp_path: Path, full_page: str) -> None:
+    records = [make_record(1, forced_routing="zipf(<2>)"), make_record(2, forced_routing="zipf(<2>)")]
+    page = write_report(make_run(tmp_path / "run", records)).read_text("utf-8")
+    banner = '<p class="card banner"><b>Forced routing: zipf(&lt;2&gt;).</b>'
+    assert page.count(banner) == 1
+    assert page.index(banner) < page.index("<h2>")
+    assert "banner" not in full_page[full_page.index("<body>") :]
+
+
+def test_one_hot_expert_does_not_pale_the_others(tmp_path: Path) -> None:
+    def chart(load: list[int]) -> str:
+        record = make_record(1, expert_load={"1": load})
+        page = write_report(make_run(tmp_path / str(max(load)), [record])).read_text("utf-8")
+        return re.findall(r"<svg .*?</svg>", page, re.DOTALL)[6]
+
+    assert ">≥ 4</text>" in chart([500, 20, 20, 20, 20, 20, 20, 20])
+    assert ">3.2</text>" in chart([40, 20, 10, 10, 10, 0, 10, 0])
+
+
 def test_layers_are_in_their_order(full_page: str) -> None:
     chart = re.findall(r"<svg .*?</svg>", full_page, re.DOTALL)[6]
     ticks = chart[chart.index('id="matplotlib.axis_2"') : chart.index(">layer</text>")]
