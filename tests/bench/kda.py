@@ -3,6 +3,7 @@
     python -m tests.bench.kda
     python -m tests.bench.kda --lengths 1024 4096 --heads 8 --head-dim 128 --gate -0.5
 
+The chunked form runs twice: knowing the gate's bound, as in a K3 layer, and as "tree" without, as in Kimi Linear.
 Times are medians over repeats that take turns (one of the reference, then some of every length of the chunked
 form), since a shared machine drifts: read the ratios, not the times. Peak memory is the growth of the
 resident set's high-water mark over one forward and backward, gradients included, in a fresh process each
@@ -15,7 +16,6 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from model.kernels.kda_chunk import CHUNK, SEGMENT_TOKENS, kda_chunk
 from model.kernels.kda_reference import kda_reference
+from train.allocator import keep_freed_memory
 
-KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"reference": kda_reference, "chunk": kda_chunk}
+KERNELS = "reference", "tree", "chunk"
 
 
 def inputs(length: int, heads: int, head_dim: int, gate: float) -> list[Tensor]:
@@ -39,10 +40,13 @@ def inputs(length: int, heads: int, head_dim: int, gate: float) -> list[Tensor]:
     return [x.requires_grad_() for x in (q, k, v, g, torch.rand(1, length, heads))]
 
 
-def forward_backward(kernel: str, arguments: list[Tensor]) -> float:
+def forward_backward(kernel: str, arguments: list[Tensor], gate: float) -> float:
     """Seconds of one forward and backward."""
     start = time.perf_counter()
-    o, state = KERNELS[kernel](*arguments)
+    if kernel == "reference":
+        o, state = kda_reference(*arguments)
+    else:
+        o, state = kda_chunk(*arguments, gate_bound=gate if kernel == "chunk" else None)
     torch.autograd.grad((o, state), arguments, (torch.ones_like(o), torch.ones_like(state)))
     return time.perf_counter() - start
 
@@ -56,11 +60,11 @@ def high_water_mark() -> int:
 def peak_memory(kernel: str, length: int, heads: int, head_dim: int, gate: float, threads: int) -> int:
     """Bytes that one forward and backward needs on top of its inputs. Call in a process of its own."""
     torch.set_num_threads(threads)
-    forward_backward(kernel, inputs(64, heads, head_dim, gate))
+    forward_backward(kernel, inputs(64, heads, head_dim, gate), gate)
     arguments = inputs(length, heads, head_dim, gate)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present resident set
     before = high_water_mark()
-    forward_backward(kernel, arguments)
+    forward_backward(kernel, arguments, gate)
     return high_water_mark() - before
 
 
@@ -80,7 +84,7 @@ def main() -> None:
         (kernel, length)
         for length in args.lengths
         for kernel in KERNELS
-        if kernel == "chunk" or length <= args.reference_up_to
+        if kernel != "reference" or length <= args.reference_up_to
     ]
 
     memory = {}
@@ -88,13 +92,14 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             memory[kernel, length] = pool.apply(peak_memory, (kernel, length, *shape, args.threads))
 
+    keep_freed_memory()  # as in training
     seconds = defaultdict(list)
     for _ in range(args.repeats):
         for kernel, length in runs:
             arguments = inputs(length, *shape)
             # Short runs are repeated to about the time of a long one, so that both see the same machine.
-            for _ in range(max(1, 16384 // length) if kernel == "chunk" else 1):
-                seconds[kernel, length].append(forward_backward(kernel, arguments))
+            for _ in range(max(1, 16384 // length) if kernel != "reference" else 1):
+                seconds[kernel, length].append(forward_backward(kernel, arguments, args.gate))
     median = {run: statistics.median(times) for run, times in seconds.items()}
 
     table = Table(

@@ -32,6 +32,7 @@ from model.precision import set_precision
 from model.stats import ForwardStats
 from parallel.cost import training_flops
 from parallel.mesh import Mesh
+from train.allocator import keep_freed_memory
 from train.build import build_model, build_optimizer
 from train.throughput import matmul_rate
 
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # as in training
     console = Console()
     console.print(f"torch {torch.__version__}, {arguments.threads} thread(s), model {arguments.model}")
     config = compose_config([f"model={arguments.model}"])

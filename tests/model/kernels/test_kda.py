@@ -3,6 +3,7 @@
 Outputs, final states and every gradient, in fp64 unless a test is about fp32 or bf16.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from model.kernels.kda_reference import kda_reference
 ORACLES = Path(__file__).parents[2] / "oracles"
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 Kernel = Callable[..., tuple[Tensor, Tensor]]
+# What a K3 layer calls: the gate's bound is known.
+BOUNDED = functools.partial(kda_chunk, gate_bound=-5.0)
 FORMS = pytest.mark.parametrize("kernel", [kda_reference, kda_chunk], ids=["reference", "chunk"])
 
 
@@ -216,16 +219,17 @@ def test_any_packing_equals_the_reference(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_document_two_does_not_see_document_one(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kernel", "gate"), [(kda_chunk, -300.0), (BOUNDED, -5.0)], ids=["chunk", "bounded"])
+def test_document_two_does_not_see_document_one(kernel: Kernel, gate: float, dtype: torch.dtype) -> None:
     offsets = torch.tensor([0, 75, 150])
     inputs = draw(length=150, documents=2, dtype=dtype)
-    other = draw(length=150, documents=2, dtype=dtype, gate=-300.0, seed=1)
+    other = draw(length=150, documents=2, dtype=dtype, gate=gate, seed=1)
     mixed = {
         name: torch.cat([other[name][:, :75], x[:, 75:]], 1) if x.dim() > 2 and x.shape[1] == 150 else x
         for name, x in inputs.items()
     }
-    before = run(kda_chunk, inputs, cu_seqlens=offsets)
-    after = run(kda_chunk, mixed, cu_seqlens=offsets)
+    before = run(kernel, inputs, cu_seqlens=offsets)
+    after = run(kernel, mixed, cu_seqlens=offsets)
     assert not torch.equal(before["o"][:, :75], after["o"][:, :75])
     assert torch.equal(before["o"][:, 75:], after["o"][:, 75:])
     assert torch.equal(before["final_state"][1], after["final_state"][1])
@@ -278,15 +282,19 @@ def in_nan(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("gate", [-5.0, -400.0], ids=["bounded", "unbounded"])
-def test_outputs_are_causal_to_the_bit(dtype: torch.dtype, gate: float) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "gate"),
+    [(kda_chunk, -5.0), (kda_chunk, -400.0), (BOUNDED, -5.0)],
+    ids=["bounded", "unbounded", "known-bound"],
+)
+def test_outputs_are_causal_to_the_bit(kernel: Kernel, gate: float, dtype: torch.dtype) -> None:
     length = 150
     inputs = draw(length=length, key=16, value=16, dtype=dtype)
     other = draw(length=length, key=16, value=16, dtype=dtype, gate=gate, seed=1)
-    expected, _ = kda_chunk(*(inputs[name] for name in NAMES[:5]))
+    expected, _ = kernel(*(inputs[name] for name in NAMES[:5]))
     for cut in [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 127, 128, 129, 149]:
         changed = [torch.cat([inputs[name][:, :cut], other[name][:, cut:]], 1) for name in NAMES[:5]]
-        o, _ = kda_chunk(*changed)
+        o, _ = kernel(*changed)
         assert torch.equal(o[:, :cut], expected[:, :cut]), cut
         assert not torch.equal(o[:, cut:], expected[:, cut:]), cut
 
@@ -330,6 +338,54 @@ def test_equal_keys_with_full_steps(gate: float) -> None:
     assert_close(run(kda_chunk, inputs), expected)
     narrow = {name: x.float() for name, x in inputs.items()}
     assert_close(run(kda_chunk, narrow), expected, rtol=2e-5)
+
+
+# --- a known bound of the gate ---
+
+
+@pytest.mark.parametrize("bound", [-0.1, -1.0, -5.0, -40.0, -1000.0])
+@pytest.mark.parametrize("offsets", [[0, 130], [0, 5, 5, 12, 75, 130]], ids=["one", "packed"])
+def test_a_known_bound_changes_rounding_only(bound: float, offsets: list[int]) -> None:
+    """Tiles of 32, 32, 8, 1 and 1 tokens."""
+    inputs = draw(length=130, documents=len(offsets) - 1, gate=bound)
+    cu_seqlens = torch.tensor(offsets)
+    expected = run(kda_reference, inputs, cu_seqlens=cu_seqlens)
+    assert_close(run(functools.partial(kda_chunk, gate_bound=bound), inputs, cu_seqlens=cu_seqlens), expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12], ids=["gradients-of-1", "gradients-of-1e-12"])
+@pytest.mark.parametrize("pattern", ["always", "burst-then-none", "none"])
+def test_a_known_bound_is_exact_in_fp32_at_the_bound(pattern: str, scale: float) -> None:
+    """1/Gamma is largest after a tile at the bound; what a decay of nearly 1 then carries must not be lost."""
+    inputs = at_gate(-5.0, 256, torch.float32)
+    if pattern != "always":
+        inputs["g"][:] = -1e-6
+    if pattern == "burst-then-none":
+        inputs["g"][:, torch.arange(256) % 8 < 6] = -5.0
+    wide = {name: x.double() for name, x in inputs.items()}
+    generator = torch.Generator().manual_seed(2)
+    cotangents = [torch.randn(shape, generator=generator) * scale for shape in ((1, 256, 2, 16), (1, 2, 16, 16))]
+    found = run(BOUNDED, inputs, cotangents=(cotangents[0], cotangents[1]))
+    expected = run(kda_reference, wide, cotangents=(cotangents[0].double(), cotangents[1].double()))
+    for results in (found, expected):
+        for name in NAMES:
+            results[f"grad_{name}"] = results[f"grad_{name}"].double() / scale
+    # Where every decay is e^-5, what g gets is a small difference of large sums.
+    assert_close(found, expected, rtol=2e-5 if pattern == "always" else 2e-6)
+
+
+@pytest.mark.parametrize("bound", [0.1, -math.inf, math.nan])
+def test_bad_bound(bound: float) -> None:
+    inputs = draw(length=12)
+    with pytest.raises(ValueError, match="gate_bound"):
+        kda_chunk(*(inputs[name] for name in NAMES[:5]), gate_bound=bound)
+
+
+def test_a_gate_below_its_bound() -> None:
+    inputs = draw(length=12)
+    inputs["g"][0, 7, 1, 3] = -5.1
+    with pytest.raises(ValueError, match=r"g: -5\.1 is below gate_bound=-5\.0"):
+        kda_chunk(*(inputs[name] for name in NAMES[:5]), gate_bound=-5.0)
 
 
 # --- dtypes and memory ---
