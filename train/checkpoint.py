@@ -174,7 +174,7 @@ class CheckpointStore:
         keep: int = 2,
         asynchronous: bool = True,
     ) -> None:
-        """Collective.
+        """Collective over the default process group.
 
         Args:
             root: folder of the checkpoints, on storage that all ranks see; made by the first save.
@@ -192,7 +192,7 @@ class CheckpointStore:
         self._group: ProcessGroup | None = None
         if group is not None and ranks > 1:
             members = dist.get_process_group_ranks(group)
-            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self._group = dist.new_group(members, backend="gloo")
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
         self._verified: Candidate | None = None
@@ -338,6 +338,8 @@ class CheckpointStore:
             )
 
     def _publish(self, staged: Path, step: int, tables: list[dict[str, FileEntry]], state: str) -> None:
+        # On all ranks: whether `_find` asks rank 0 must not depend on the rank.
+        self._verified = None
         if self._rank != 0:
             return
         staging.write_durable(staged / STATE, state)
@@ -345,7 +347,6 @@ class CheckpointStore:
         files |= {name: staging.describe_file(staged / name) for name in (STATE, DCP_METADATA)}
         staging.seal(staged, step=step, files=files)
         staging.publish(staged, step=step)
-        self._verified = None
         try:
             staging.prune(self._root, newest=step, keep=self._keep)
         except OSError as error:

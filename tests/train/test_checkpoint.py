@@ -285,3 +285,18 @@ def _raise_disk_full(staged: Path, tensors: dict[str, Tensor]) -> None:
 
 def test_a_failure_on_one_rank_fails_on_all_alike(tmp_path: Path, pool: RankPool) -> None:
     pool.run(_fail_on_one_rank, tmp_path / "checkpoints")
+
+
+def _save_between_latest_and_load(root: Path) -> None:
+    with opened_on_rank(root) as (store, rank):
+        store.save(1, tensors=owned(rank), state={})
+        assert store.latest() == 1
+        store.save(2, tensors=owned(rank), state={})
+        loaded = blank(owned(rank))
+        store.load(1, tensors=loaded, ignore=("optim/", "rng/"))
+    assert_bitwise(loaded, owned(rank))
+
+
+def test_a_save_between_latest_and_load_is_forgotten_by_all_ranks_alike(tmp_path: Path, pool: RankPool) -> None:
+    """Else one rank verifies again, which is collective, while the other loads."""
+    pool.run(_save_between_latest_and_load, tmp_path / "checkpoints")

@@ -1,0 +1,231 @@
+"""What a user or a machine can do wrong, end to end: one clear line and a status, and no rank left waiting.
+
+Hostile routings are where experts are tested: a rank with no tokens and experts with no rows
+(`test_ranks_without_tokens_and_experts_without_rows`), all tokens to the same experts and exact ties
+(`test_all_tokens_to_the_same_experts`) in tests/dist/test_expert.py, test_tensor.py and test_balanced.py; microbatches
+from all to no labelled tokens in tests/dist/test_meshes.py; tied embeddings across stages in tests/dist/test_tied.py.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import launch.train
+from launch.train import fail, first_to_fail, main
+from tests.launch.tiny_run import make_corpus, overrides, read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+# --- before any process group starts ---
+
+REFUSED = {
+    "length over cp": (
+        ["parallel.cp=4", "batch.length=30"],
+        "batch.length=30: must be a multiple of parallel.cp x parallel.tp = 4 x 1, so that every rank gets equally "
+        "many tokens; use 28 or 32, or another parallel.cp",
+    ),
+    "length over cp x tp": (["parallel.cp=2", "parallel.tp=2", "batch.length=30"], "parallel.tp = 2 x 2"),
+    "length below cp": (["parallel.cp=4", "batch.length=3"], "batch.length=3: must be a multiple of"),
+    "more stages than layers": (
+        ["parallel.pp=4"],
+        "parallel.pp x parallel.vpp=4 x 1: more virtual stages than the 2 layers of model.layers; lower parallel.vpp "
+        "or parallel.pp",
+    ),
+    "more virtual stages than layers": (["parallel.pp=2", "parallel.vpp=2"], "2 x 2: more virtual stages than the 2"),
+    "KDA heads": (["parallel.tp=4", "model.mla.heads=4"], "model.kda.heads=2: must be divisible by parallel.tp=4"),
+    "MLA heads": (["parallel.tp=4", "model.kda.heads=4"], "model.mla.heads=2: must be divisible by parallel.tp=4"),
+    "vocabulary": (
+        ["parallel.tp=2", "model.vocab_size=321"],
+        "model.vocab_size=321: must be divisible by parallel.tp=2, which splits it; use 322 or another parallel.tp",
+    ),
+    "experts": (
+        ["parallel.ep=4", "model.moe.experts=10"],
+        "model.moe.experts=10: must be divisible by parallel.ep=4, so that every rank holds as many; change "
+        "one of them",
+    ),
+    "experts over ranks": (["parallel.tp=2", "parallel.ep=4"], "parallel.ep=4: must divide dp x cp = 2"),
+    "layout of too few layers": (
+        ["parallel.pp=2", "parallel.layout=[1,2]"],
+        "parallel.layout=[1, 2]: sums to 3, must be the 2 layers of model.layers; change one of the counts, or leave "
+        "parallel.layout=[] for an automatic cut",
+    ),
+    "layout of too few stages": (["parallel.pp=2", "parallel.layout=[2]"], "parallel.layout=[2]: has 1 entries for"),
+    "layout with nothing on a stage": (["parallel.pp=2", "parallel.layout=[2,0]"], "needs at least 1 layer; take it"),
+    "schedule": (
+        ["parallel.pp=2", "parallel.schedule=zerobubble"],
+        "parallel.schedule=zerobubble: must be one of auto, gpipe, 1f1b, interleaved, zero_bubble",
+    ),
+    "schedule for virtual stages": (
+        ["parallel.pp=2", "parallel.vpp=2", "model.layers=KM*2", "parallel.schedule=1f1b"],
+        "parallel.schedule=1f1b: contradicts parallel.vpp=2, since it runs one stage per rank; set",
+    ),
+    "ranks": (["parallel.dp=3", "batch.sequences=3"], "parallel.dp=3: contradicts the 4 launched rank(s)"),
+}
+
+
+@pytest.fixture
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of a rank of four, in which no process group may be made."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a process group was started")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_one_line_before_any_process_group(
+    tmp_path: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    four_ranks: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    options, message = REFUSED[case]
+    arguments = overrides(tmp_path / "run", corpus, *options)
+    for rank in (3, 0):
+        four_ranks.setenv("RANK", str(rank))
+        assert main(arguments) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        lines = printed.err.splitlines()
+        # Said once, not by every rank.
+        assert len(lines) == (1 if rank == 0 else 0), lines
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_can_work_gets_as_far_as_the_process_group(
+    tmp_path: Path, corpus: Path, four_ranks: pytest.MonkeyPatch
+) -> None:
+    """So that the cases above are refused for what they change."""
+    with pytest.raises(AssertionError, match="a process group was started"):
+        main(overrides(tmp_path, corpus, "parallel.tp=2", "parallel.ep=2"))
+
+
+# --- in the middle of a run ---
+
+PATIENCE = 120.0
+# Imported by every Python process of the run; rank 1 fails in the forward pass of its third step.
+INJECTION = """
+import os
+if os.environ.get("RANK") == "1":
+    import signal
+    import model.moe
+    forward, calls = model.moe.MoE.forward, []
+    def failing(*arguments, **options):
+        calls.append(None)
+        if len(calls) == 5:
+            {fault}
+        return forward(*arguments, **options)
+    model.moe.MoE.forward = failing
+"""
+
+
+def train_on_two_ranks(folder: Path, arguments: list[str], *, fault: str) -> tuple[int, list[str]]:
+    """Exit status and lines on stderr of `launch.train` on two ranks, the second of which does ``fault``."""
+    (folder / "sitecustomize.py").write_text(INJECTION.format(fault=fault))
+    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *torchrun, "launch.train", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, errors = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"a rank still waits after {PATIENCE} s: {process.communicate()[1]}")
+    return process.returncode, errors.splitlines()
+
+
+def test_a_rank_that_fails_takes_the_other_down_and_its_error_is_the_one_shown(tmp_path: Path, corpus: Path) -> None:
+    """As where one machine cannot read its storage: no other rank sees more than a closed connection."""
+    arguments = overrides(tmp_path / "run", corpus, "train.steps=8")
+    status, lines = train_on_two_ranks(tmp_path, arguments, fault='raise OSError(5, "Input/output error", "shard-7")')
+    assert status != 0
+    said = [line for line in lines if line.startswith(("error: ", "rank 0 ends"))]
+    assert said[0] == "error: rank 1: [Errno 5] Input/output error: 'shard-7'"
+    # Its peer has no time to say more, or says that it follows.
+    assert all(line.startswith("rank 0 ends because another failed first: ") for line in said[1:])
+    assert not any("Traceback" in line for line in lines[: lines.index(said[0])])
+
+
+def test_a_killed_rank_takes_the_other_down_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, corpus: Path
+) -> None:
+    options = ["train.steps=4", "checkpoint.every=1", "checkpoint.asynchronous=false"]
+    arguments = overrides(tmp_path / "run", corpus, *options)
+    status, lines = train_on_two_ranks(tmp_path, arguments, fault="os.kill(os.getpid(), signal.SIGKILL)")
+    assert status != 0
+    assert any("Signal 9 (SIGKILL) received" in line for line in lines)
+    assert not any(line.startswith("error: rank 1") for line in lines)
+    assert main(arguments) == 0
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout(tmp_path: Path, corpus: Path) -> None:
+    arguments = overrides(tmp_path / "run", corpus, "train.steps=8", "run.timeout=5")
+    status, lines = train_on_two_ranks(tmp_path, arguments, fault="import time; time.sleep(1000)")
+    assert status != 0
+    assert any(line.startswith("error: rank 0:") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "first", "status", "said"),
+    [
+        (ValueError("lr=-1: must be positive"), True, 2, "error: rank 5: lr=-1: must be positive\n"),
+        (OSError("disk on fire"), True, 1, "error: rank 5: disk on fire\n"),
+        (RuntimeError("a bug"), True, 1, "error: rank 5:\nRuntimeError: a bug\n"),
+        (RuntimeError("Connection closed\nby peer"), False, 1, "rank 5 ends because another failed first: Connection"),
+        (ValueError("no number"), False, 2, "rank 5 ends because another failed first: no number\n"),
+    ],
+    ids=repr,
+)
+def test_only_the_first_rank_to_fail_says_it_in_full(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    first: bool,
+    status: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(launch.train, "first_to_fail", lambda: first)
+    assert fail(error, rank=5) == status
+    printed = capsys.readouterr().err
+    assert printed.startswith(said)
+    assert printed.count("\n") == said.count("\n") or not first
+
+
+def test_who_failed_first_is_asked_of_the_store_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    assert [first_to_fail() for _ in range(3)] == [True, False, False]
+    # After torchrun has started all ranks again, one of them is the first once more.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert [first_to_fail() for _ in range(2)] == [True, False]
+
+
+def test_a_rank_that_cannot_ask_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert first_to_fail()
