@@ -27,6 +27,9 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
         ConfigError: an unknown key or group option, a wrong type, or a malformed override; one line that names
             the nearest known key.
     """
+    for override in overrides:
+        if override.startswith("-"):
+            raise ConfigError(f"{override}: unknown option; --help lists them, and keys are set as KEY=VALUE")
     register()
     GlobalHydra.instance().clear()
     try:

@@ -62,6 +62,7 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
         *config.batch.errors(config.parallel.resolved_dp(world_size)),
         *config.schedule.errors(),
         *config.optim.errors(),
+        *config.run.errors(),
         *config.train.errors(),
         *config.evaluate.errors(),
         *config.checkpoint.errors(),
@@ -107,9 +108,9 @@ def _grouped_product_errors(config: RunConfig) -> list[str]:
 
 def _routing_errors(config: RunConfig) -> list[str]:
     """What routing asks of the model, and that the weights of a forced run are not taken for trained ones."""
-    found = []
-    if not config.model.errors() and not config.routing.errors():
-        found += config.routing.model_errors(config.model)
+    if config.routing.errors():
+        return []
+    found = [] if config.model.errors() else config.routing.model_errors(config.model)
     if config.checkpoint.every and not config.routing.saves:
         found.append(
             f"checkpoint.every={config.checkpoint.every}: must be 0 with routing.force={config.routing.force}, whose "
@@ -130,6 +131,7 @@ FREE = (
     "run.dir",
     "run.name",
     "run.cache",
+    "run.timeout",
     "parallel.",
     "recompute.",
     "routing.save",

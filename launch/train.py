@@ -91,7 +91,8 @@ def run(config: RunConfig, *, world_size: int, rank: int) -> int:
     device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
     keep_freed_memory()
     if world_size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout))
     try:
         status = train_on(config, device=device, rank=rank)
         if dist.is_initialized():
@@ -145,7 +146,7 @@ def train_on(config: RunConfig, *, device: torch.device, rank: int) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     with RunLock(folder) if first else nullcontext():
         built = build_run(
-            mesh=build_mesh(config.parallel),
+            mesh=build_mesh(config.parallel, timeout=timedelta(seconds=config.run.timeout)),
             parallel=config.parallel,
             recompute=config.recompute,
             device=device,

@@ -20,6 +20,7 @@ One process needs no process group at all: its groups are None, and everything t
 """
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
@@ -106,16 +107,18 @@ class ParallelConfig:
         for name in ("tp", "pp", "vpp", "ep", "cp", "dp"):
             value, least = getattr(self, name), 0 if name == "dp" else 1
             if value < least:
-                found.append(f"parallel.{name}={value}: must be at least {least}")
+                meaning = "takes the ranks that other axes leave" if name == "dp" else "cuts nothing"
+                found.append(f"parallel.{name}={value}: must be at least {least}; use {least}, which {meaning}")
         if found:
             return found
         dp = self.resolved_dp(world_size)
         needed = self.pp * dp * self.cp * self.tp
         if needed != world_size:
+            fits = world_size % (self.pp * self.cp * self.tp) == 0
+            remedy = "set parallel.dp=0 to take every rank" if fits else "let pp x cp x tp divide what is launched"
             found.append(
                 f"parallel.dp={dp}: contradicts the {world_size} launched rank(s), since pp x dp x cp x tp = "
-                f"{self.pp} x {dp} x {self.cp} x {self.tp} = {needed}; launch {needed}, or set parallel.dp=0 to take "
-                "every rank"
+                f"{self.pp} x {dp} x {self.cp} x {self.tp} = {needed}; launch {needed}, or {remedy}"
             )
         if (dp * self.cp) % self.ep:
             found.append(
@@ -212,8 +215,11 @@ def axis_lines(world_size: int, *, pp: int, dp: int, cp: int, tp: int, ep: int) 
     return {name: view.reshape(-1, view.shape[-1]).tolist() for name, view in views.items()}
 
 
-def build_mesh(config: ParallelConfig) -> Mesh:
+def build_mesh(config: ParallelConfig, *, timeout: timedelta | None = None) -> Mesh:
     """The mesh of this process, over the default process group if one is initialised. Collective.
+
+    Args:
+        timeout: of every collective over one of its axes; None: torch's default, half an hour on gloo.
 
     Raises:
         ValueError: ``config`` contradicts the world size.
@@ -222,10 +228,10 @@ def build_mesh(config: ParallelConfig) -> Mesh:
     errors = config.errors(world_size)
     if errors:
         raise ValueError("; ".join(errors))
-    return make_mesh(config, world_size)
+    return make_mesh(config, world_size, timeout=timeout)
 
 
-def make_mesh(config: ParallelConfig, world_size: int) -> Mesh:
+def make_mesh(config: ParallelConfig, world_size: int, *, timeout: timedelta | None = None) -> Mesh:
     """As `build_mesh`, for a config that has been checked. Groups of equal ranks are made once and shared."""
     if world_size == 1:
         return Mesh()
@@ -243,7 +249,7 @@ def make_mesh(config: ParallelConfig, world_size: int) -> Mesh:
                 continue
             key = name if name in _EXCHANGES_IN_BACKWARD else "", tuple(members)
             if key not in made:
-                made[key] = dist.new_group(members)
+                made[key] = dist.new_group(members, timeout=timeout)
             if me in members:
                 axes[name] = Axis(name, made[key], members.index(me), len(members), traffic)
     return Mesh(**axes)

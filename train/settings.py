@@ -14,6 +14,15 @@ class RunSettings:
     cache: str = "runs/cache"
     """Where the default corpus is kept between runs."""
     seed: int = 0
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others in one collective before the run fails. A rank that fails or dies ends
+    the others at once; this is for one that hangs."""
+
+    def errors(self) -> list[str]:
+        """Every problem, one line each."""
+        if self.timeout > 0:
+            return []
+        return [f"run.timeout={self.timeout}: must be above 0 seconds; 600 leaves room for slow storage"]
 
 
 @dataclass

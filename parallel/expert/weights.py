@@ -62,8 +62,12 @@ class Loan:
         return self._unpack(self._arrived())
 
     def release(self) -> None:
-        """Forget the borrowed weights."""
-        self._pool = None
+        """Forget the weights that were borrowed and those on their way."""
+        if self._pending is not None:
+            # On a rank that borrows nothing, nobody waited: what it lent may still be read.
+            self._pending.wait()
+        # What was given out are views of the pool, and their graph holds this loan: kept, neither would ever go.
+        self._pending, self._pool, self.given = None, None, ()
 
     def product(self, rows_RI: Tensor, weight_SOI: Tensor, segment_ends_S: Tensor) -> Tensor:
         """`model.kernels.grouped_linear` of rows and one of the borrowed weights that `borrow` gave out."""

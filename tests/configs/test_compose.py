@@ -97,6 +97,7 @@ def test_every_model_survives_the_hugging_face_config_and_back(model: str) -> No
         ("model.moe.experts=[1,2]", "model.moe.experts"),
         ("train.steps=", "train.steps: "),
         ("optim.lr", "optim.lr"),
+        ("--config", "--config: unknown option; --help lists them"),
     ],
 )
 def test_a_wrong_override_is_one_line_that_names_it(override: str, message: str) -> None:
@@ -139,6 +140,8 @@ HEADS = ["model.kda.heads=4", "model.mla.heads=4"]
         (["model.mla.rotary=true", "model.mla.rope_dim=15"], ["model.mla.rope_dim=15"]),
         (["train.precision=fp8", "evaluate.every=-1"], ["train.precision=fp8", "evaluate.every=-1"]),
         (["parallel.dp=1"], ["parallel.dp=1"]),
+        (["parallel.cp=0"], ["parallel.cp=0: must be at least 1; use 1"]),
+        (["routing.force=zipf(x)"], ["routing.force=zipf(x): s of zipf(s) must be a number"]),
         (["parallel.zero=3", "train.replica_check_every=-1"], ["parallel.zero=3: must be 1", "replica_check_every=-1"]),
         (["parallel.pp=2", "model.layers=K"], ["parallel.pp x parallel.vpp=2 x 1: more virtual stages than the 1"]),
         (["parallel.pp=2", "parallel.layout=[2,1]"], ["parallel.layout=[2, 1]: sums to 3, must be the"]),

@@ -2,17 +2,21 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from model.kimi import KimiModel
 from model.moe import MoE, expert_ffn
 from model.router import Routing
 from model.seams import ExpertWeights, LocalDispatcher
+from parallel.collectives import Pending, all_to_all_start
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.expert.planner import ExpertPlan, plan
 from parallel.expert.weights import Loan
@@ -284,20 +288,27 @@ def layer_gradients(layer: MoE, x: Tensor, upstream: Tensor) -> dict[str, Tensor
     return {"out": out.detach(), **dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), upstream)))}
 
 
+def part_of_layer(axis: Axis, *, make_plan: Callable[[Tensor], ExpertPlan]) -> MoE:
+    """`leaning_layer` with this rank's two experts."""
+    layer = leaning_layer()
+    for name in ExpertWeights._fields:
+        whole = getattr(layer.experts, name).detach()
+        setattr(layer.experts, name, nn.Parameter(whole[2 * axis.rank : 2 * axis.rank + 2].clone()))
+    layer.dispatcher = AllToAllDispatcher(axis, experts=8, make_plan=make_plan)
+    return layer
+
+
 def layer_rank() -> tuple[dict[str, Tensor], ExpertPlan]:
     mesh = make_mesh(ParallelConfig(dp=4, ep=4), 4)
-    rank, layer, plans = mesh.ep.rank, leaning_layer(), []
+    plans = []
 
     def remember(counts: Tensor) -> ExpertPlan:
         plans.append(plan(counts))
         return plans[-1]
 
-    for name in ExpertWeights._fields:
-        whole = getattr(layer.experts, name).detach()
-        setattr(layer.experts, name, nn.Parameter(whole[2 * rank : 2 * rank + 2].clone()))
-    layer.dispatcher = AllToAllDispatcher(mesh.ep, experts=8, make_plan=remember)
-    x, upstream = layer_inputs()
-    return layer_gradients(layer, x[rank], upstream[rank]), plans[0]
+    layer = part_of_layer(mesh.ep, make_plan=remember)
+    x, upstream = (values[mesh.ep.rank] for values in layer_inputs())
+    return layer_gradients(layer, x, upstream), plans[0]
 
 
 def test_a_whole_layer_with_a_rank_without_tokens(four: RankPool) -> None:
@@ -314,6 +325,45 @@ def test_a_whole_layer_with_a_rank_without_tokens(four: RankPool) -> None:
         else:
             joined = torch.cat(parts) if name.startswith("experts.") else torch.stack(parts).sum(dim=0)
         torch.testing.assert_close(joined, value, rtol=1e-11, atol=1e-13, msg=name)
+
+
+def kept_rank() -> tuple[int, list[int]]:
+    """Bytes of weights that this rank lent or borrowed in a pass and its backward, and those still held: between the
+    two, after them with the graph alive, and without it."""
+    mesh = make_mesh(ParallelConfig(dp=4, ep=4), 4)
+    layer = part_of_layer(mesh.ep, make_plan=plan)
+    x, upstream = (values[mesh.ep.rank] for values in layer_inputs())
+    moved: list[tuple[StorageWeakRef, int]] = []
+
+    def watch(*args: Any, name: str, **kwargs: Any) -> Pending:
+        pending = all_to_all_start(*args, name=name, **kwargs)
+        if name == "lend_weights":
+            storages = [tensor.untyped_storage() for tensor in (pending.out, pending.source)]
+            moved.extend((StorageWeakRef(storage), storage.nbytes()) for storage in storages)
+        return pending
+
+    def held() -> int:
+        # A thread of the process group may let go of what it sent a moment after the wait for it.
+        deadline = time.monotonic() + 2
+        while (found := sum(size for storage, size in moved if not storage.expired())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return found
+
+    found = []
+    with patch("parallel.expert.weights.all_to_all_start", watch):
+        out = layer(x.requires_grad_(), stats=None)
+        found.append(held())
+        out.backward(upstream)
+        found.append(held())
+        del out
+        found.append(held())
+    return sum(size for _, size in moved), found
+
+
+def test_no_weights_of_a_loan_are_kept_between_forward_and_backward_or_after(four: RankPool) -> None:
+    for moved, held in four.run(kept_rank):
+        assert moved > 0
+        assert held == [0, 0, 0]
 
 
 def return_rank(values: tuple[float, ...], dtype: torch.dtype) -> float:

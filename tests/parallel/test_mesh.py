@@ -20,9 +20,10 @@ def test_config_errors() -> None:
     (error,) = ParallelConfig(cp=2, ep=3).errors(world_size=8)
     assert error.startswith("parallel.ep=3: must divide dp x cp = 8")
     (error,) = ParallelConfig(cp=3).errors(world_size=8)
-    assert "3 x 1 = 6" in error
+    assert error.endswith("3 x 1 = 6; launch 6, or let pp x cp x tp divide what is launched")
     (error,) = ParallelConfig(dp=4).errors(world_size=2)
     assert error.startswith("parallel.dp=4: contradicts the 2 launched rank(s)")
+    assert error.endswith("launch 4, or set parallel.dp=0 to take every rank")
     (error,) = ParallelConfig(dp=-1).errors(world_size=2)
     assert error.startswith("parallel.dp=-1: must be at least 0")
     assert len(ParallelConfig(tp=0, pp=-1, dp=3).errors(world_size=1)) == 2
