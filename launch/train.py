@@ -56,8 +56,11 @@ def main(arguments: list[str]) -> int:
         return run(config, world_size=world_size, rank=rank)
     except (ConfigError, ValueError) as error:
         return complain(error, rank=rank, status=2)
-    except (CheckpointError, TrainingFailed, OSError) as error:
+    except (CheckpointError, TrainingFailed) as error:
         return complain(error, rank=rank, status=1)
+    except OSError as error:
+        # A machine's own storage: perhaps no other rank sees it.
+        return complain(error, rank=0, status=1) if world_size == 1 else fail(error, rank=rank)
 
 
 def check(config: RunConfig, *, world_size: int, rank: int) -> None:

@@ -9,7 +9,7 @@ all matrices of a step together in one exchange. Who gets what follows from the 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -59,10 +59,7 @@ class MatrixExchange:
         """
         cut = {name: parts[name].view(-1, *side).split(self._counts[name]) for name, side in self._sides.items()}
         own = self._parts_of(self.axis.rank)
-        arrived = self._swap(
-            [_pack(by_rank[rank] for by_rank in cut.values()) for rank in range(self.axis.size)],
-            receive=[_numel(own)] * self.axis.size,
-        )
+        arrived = self._swap(list(cut.values()), receive=[_numel(own)] * self.axis.size)
         sources = [_unpack(flat, own) for flat in arrived]
         return {name: torch.cat([source[name] for source in sources], dim=dim) for name, dim in self._dims.items()}
 
@@ -74,10 +71,7 @@ class MatrixExchange:
         """
         cut = {name: whole[name].chunk(self.axis.size, dim=dim) for name, dim in self._dims.items()}
         shapes = [self._parts_of(rank) for rank in range(self.axis.size)]
-        arrived = self._swap(
-            [_pack(by_rank[rank] for by_rank in cut.values()) for rank in range(self.axis.size)],
-            receive=[_numel(of_rank) for of_rank in shapes],
-        )
+        arrived = self._swap(list(cut.values()), receive=[_numel(of_rank) for of_rank in shapes])
         owners = [_unpack(flat, of_rank) for flat, of_rank in zip(arrived, shapes)]
         return {name: torch.cat([owner[name] for owner in owners]).view(shape) for name, shape in self._shapes.items()}
 
@@ -85,10 +79,12 @@ class MatrixExchange:
         """Shape of one part of all matrices of each parameter that ``rank`` orthogonalises."""
         return {name: (self._counts[name][rank], *side) for name, side in self._sides.items()}
 
-    def _swap(self, leaving: Sequence[Tensor], *, receive: Sequence[int]) -> Sequence[Tensor]:
-        """A flat tensor to every rank, and one from every rank."""
-        send = [x.numel() for x in leaving]
-        return all_to_all_plain(torch.cat(list(leaving)), self.axis, send=send, receive=receive).split(list(receive))
+    def _swap(self, cut: Sequence[Sequence[Tensor]], *, receive: Sequence[int]) -> Sequence[Tensor]:
+        """Of each parameter one piece to every rank, and a flat tensor of such pieces from every rank."""
+        by_rank = list(zip(*cut, strict=True))
+        send = [sum(piece.numel() for piece in pieces) for pieces in by_rank]
+        leaving = torch.cat([piece.flatten() for pieces in by_rank for piece in pieces])
+        return all_to_all_plain(leaving, self.axis, send=send, receive=receive).split(list(receive))
 
 
 def share_matrices(groups: Mapping[str, Group], *, ranks: int) -> dict[str, list[int]]:
@@ -110,10 +106,6 @@ def share_matrices(groups: Mapping[str, Group], *, ranks: int) -> dict[str, list
 
 def _numel(shapes: Mapping[str, Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def _pack(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([x.flatten() for x in tensors])
 
 
 def _unpack(flat: Tensor, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:

@@ -139,14 +139,21 @@ def muon_step_cut(
         return
     updates = advance_momenta(momenta, gradients=gradients, groups=groups, config=config)
     decay_weights(masters, groups=groups, lr=lr)
-    whole = exchange.gather(updates)
-    dtype = NS_DTYPES[config.ns_dtype] or default_dtype(next(iter(updates.values())))
-    found = {name: torch.empty_like(x, dtype=dtype) for name, x in whole.items()}
-    for batch, directions in orthogonal_blocks(whole, groups=exchange.share, batches=batches, config=config):
-        torch._foreach_copy_([_blocks(found, piece, exchange.share) for piece in batch.pieces], directions)
+    found = _orthogonal(exchange.gather(updates), groups=exchange.share, batches=batches, config=config)
     for name, direction in exchange.scatter(found).items():
         _, rows, columns = groups[name].blocks[0]
         masters[name].add_(direction, alpha=-update_scale(lr, rows, columns))
+
+
+def _orthogonal(
+    whole: Mapping[str, Tensor], *, groups: Mapping[str, Group], batches: Sequence[MuonBatch], config: OptimConfig
+) -> dict[str, Tensor]:
+    """All blocks of ``whole`` orthogonalised; with it its memory ends, before the results travel."""
+    dtype = NS_DTYPES[config.ns_dtype] or default_dtype(next(iter(whole.values())))
+    found = {name: torch.empty_like(x, dtype=dtype) for name, x in whole.items()}
+    for batch, directions in orthogonal_blocks(whole, groups=groups, batches=batches, config=config):
+        torch._foreach_copy_([_blocks(found, piece, groups) for piece in batch.pieces], directions)
+    return found
 
 
 def advance_momenta(

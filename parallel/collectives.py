@@ -3,9 +3,7 @@
     forward          backward          where
     all_gather       reduce_scatter    sequence shards before a column-parallel product
     reduce_scatter   all_gather        partial sums after a row-parallel product
-    copy             all_reduce        a replicated tensor that each rank uses in its own part
     all_reduce       identity          partial sums of which every rank needs the whole
-    take_shard       all_gather        a rank's slice of a replicated tensor
     all_to_all       all_to_all        rows to other ranks, uneven
 
 An axis of size 1 makes every one of them the identity, without a call. Sums run in fp32 at least: a bf16 sum over
@@ -33,19 +31,9 @@ def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
-def copy(x: Tensor, axis: Axis) -> Tensor:
-    """``x`` itself; backward sums the ranks' gradients."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
-
-
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks; backward passes the gradient on, which must be equal on all ranks."""
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
-
-
-def take_shard(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
-    """This rank's slice along ``dim`` of a tensor that all ranks hold; backward gathers."""
-    return x if axis.size == 1 else _TakeShard.apply(x, axis, dim)
 
 
 def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -136,13 +124,6 @@ def all_to_all_plain(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Seq
     return all_to_all_start(x, axis, send=send, receive=receive).wait()
 
 
-def shard_plain(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
-    """This rank's slice along ``dim``, a view."""
-    assert x.shape[dim] % axis.size == 0, f"{x.shape[dim]} rows over {axis.name}={axis.size}"
-    size = x.shape[dim] // axis.size
-    return x.narrow(dim, axis.rank * size, size)
-
-
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
@@ -171,18 +152,6 @@ class _ReduceScatter(torch.autograd.Function):
         return gather_plain(grad, ctx.axis, dim=ctx.dim), None, None
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_plain(grad, ctx.axis), None
-
-
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -192,18 +161,6 @@ class _AllReduce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _TakeShard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return shard_plain(x, axis, dim=dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_plain(grad, ctx.axis, dim=ctx.dim), None, None
 
 
 class _AllToAll(torch.autograd.Function):

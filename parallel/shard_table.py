@@ -20,20 +20,19 @@ from model.moe import Experts
 class Layout:
     """How the parameters ``names`` of every module of class ``within`` lie on the mesh; names are relative to it.
 
-    The other fields are those of `parallel.sharding.ShardSpec`.
+    shards: as in `parallel.sharding.ShardSpec`.
     """
 
     within: type[nn.Module]
     names: tuple[str, ...]
     shards: tuple[tuple[int, str], ...]
-    owners: str
 
 
 _ROWS = ((0, "tp"),)
 _COLUMNS = ((1, "tp"),)
 
 SHARD_TABLE = (
-    Layout(within=KimiModel, names=("embed.weight", "head.weight"), shards=_ROWS, owners="dense"),
+    Layout(within=KimiModel, names=("embed.weight", "head.weight"), shards=_ROWS),
     # KDA's rows are heads; the norm and the low ranks' down-projections serve all heads and are whole.
     Layout(
         within=KDA,
@@ -42,14 +41,13 @@ SHARD_TABLE = (
             *("beta.weight", "decay.up.weight", "decay.A_log", "decay.dt_bias", "gate.up.weight"),
         ),
         shards=_ROWS,
-        owners="dense",
     ),
-    Layout(within=KDA, names=("out.weight",), shards=_COLUMNS, owners="dense"),
+    Layout(within=KDA, names=("out.weight",), shards=_COLUMNS),
     # MLA's too; both latents, their norms and the shared key are whole.
-    Layout(within=MLA, names=("q.up.weight", "kv_up.weight", "gate.weight"), shards=_ROWS, owners="dense"),
-    Layout(within=MLA, names=("out.weight",), shards=_COLUMNS, owners="dense"),
-    Layout(within=GatedFFN, names=("gate.weight", "up.weight"), shards=_ROWS, owners="dense"),
-    Layout(within=GatedFFN, names=("down.weight",), shards=_COLUMNS, owners="dense"),
-    Layout(within=Experts, names=("gate", "up"), shards=((0, "ep"), (1, "tp")), owners="expert_dp"),
-    Layout(within=Experts, names=("down",), shards=((0, "ep"), (2, "tp")), owners="expert_dp"),
+    Layout(within=MLA, names=("q.up.weight", "kv_up.weight", "gate.weight"), shards=_ROWS),
+    Layout(within=MLA, names=("out.weight",), shards=_COLUMNS),
+    Layout(within=GatedFFN, names=("gate.weight", "up.weight"), shards=_ROWS),
+    Layout(within=GatedFFN, names=("down.weight",), shards=_COLUMNS),
+    Layout(within=Experts, names=("gate", "up"), shards=((0, "ep"), (1, "tp"))),
+    Layout(within=Experts, names=("down",), shards=((0, "ep"), (2, "tp"))),
 )

@@ -34,14 +34,20 @@ class ShardSpec:
 
     shape: global shape.
     shards: (dim, axis name) pairs; the dim is cut into equal contiguous slices along the axis.
-    owners: the axis whose ranks hold copies of this slice; its gradient is the sum over them, brought to one owner:
-        "stage" for a whole parameter (each tp rank's gradient is a part too: that of its tokens or heads), "dense" for
-        one that is cut over tp, "expert_dp" for experts.
     """
 
     shape: tuple[int, ...]
     shards: tuple[tuple[int, str], ...] = ()
-    owners: str = "stage"
+
+    @property
+    def owners(self) -> str:
+        """The axis whose ranks hold copies of this slice; its gradient is the sum over them, brought to one owner.
+
+        "stage" for a whole parameter (each tp rank's gradient is a part too: that of its tokens or heads), "dense" for
+        one that is cut over tp, "expert_dp" for experts.
+        """
+        cut = {axis for _, axis in self.shards}
+        return "expert_dp" if "ep" in cut else "dense" if "tp" in cut else "stage"
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of this rank's slice."""
@@ -98,7 +104,7 @@ def _spec(layout: Layout | None, local_shape: tuple[int, ...], mesh: Mesh) -> Sh
     shape = list(local_shape)
     for dim, axis in layout.shards:
         shape[dim] *= axis_of(mesh, axis).size
-    return ShardSpec(shape=tuple(shape), shards=layout.shards, owners=layout.owners)
+    return ShardSpec(shape=tuple(shape), shards=layout.shards)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
+import torch
 import torch.distributed as dist
 
 from data.loader import Microbatch
@@ -88,6 +89,7 @@ def steps(run: Run) -> Iterator[StepMetrics]:
                 mfu=utilisation,
                 max_over_mean_load=worst_imbalance(result),
                 max_logit=result.max_logit,
+                peak_memory=peak_memory(run.stepper.device),
                 expert_load=expert_load(run, result) if detailed else None,
                 expert_balance=balance(run, result) if detailed else None,
                 forced_routing=run.routing.force or None,
@@ -99,6 +101,11 @@ def steps(run: Run) -> Iterator[StepMetrics]:
             group=run.mesh.world.group,
             ranks=run.mesh.world.size,
         )
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes that tensors on ``device`` have taken at once so far; None on a CPU, where nobody counts."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def due(every: int, step: int) -> bool:

@@ -103,13 +103,23 @@ def _most_kept(plan: StepPlan, held: Held, rows: float) -> float:
         for stage in kept
     }
     now = most = 0.0
+    losses = 0
     for kind, stage, _ in schedule[rank]:
         now += {"F": kept[stage], "B": put_off[stage] - kept[stage], "W": -put_off[stage]}[kind]
-        most = max(most, now)
+        losses += {"F": 1, "B": -1}.get(kind, 0) if stage == layout.last else 0
+        # What one loss keeps is working memory; only gpipe has more of them at once.
+        most = max(most, now + max(0, losses - 1) * _loss_gradients(plan, held))
         hop = {"F": stage, "B": stage - 1}.get(kind, -1)
         if plan.sends_linger and hop >= 0:
             now += layout.slices(hop) * message
     return most
+
+
+def _loss_gradients(plan: StepPlan, held: Held) -> float:
+    """What a loss keeps from its forward, which makes them, to its backward: gradients of head and hidden states."""
+    if not held.last:
+        return 0.0
+    return math.prod(held.shapes[held.head]) * plan.wide + plan.tokens * plan.model.hidden_dim * plan.narrow
 
 
 def _loss_work(plan: StepPlan, held: Held) -> float:

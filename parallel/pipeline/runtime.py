@@ -178,8 +178,10 @@ class Pipeline:
         source = self.layout.rank_of(self.layout.last)
         if run.logits is None:
             run.logits = torch.empty(batch, 1, self.model.config.vocab_size, dtype=self.dtype, device=self.device)
-        if self.mesh.pp.group is not None:
-            dist.broadcast(run.logits, group=self.mesh.pp.group, group_src=source)
+        world = self.mesh.world
+        if world.group is not None:
+            # From one rank to all: where copies differ by a rounding, ranks would sample, and stop, each for itself.
+            dist.broadcast(run.logits, group=world.group, group_src=source * self.mesh.stage.size)
         return run.logits
 
     def _schedule_for(self, microbatches: int) -> Schedule:

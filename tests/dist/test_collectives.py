@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import all_gather, all_reduce, all_to_all, copy, reduce_scatter, take_shard
+from parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from parallel.mesh import Axis
 from tests.dist.ranks import RankPool
 
@@ -30,9 +30,7 @@ def apply(name: str, x: Tensor, axis: Axis) -> Tensor:
     return {
         "all_gather": lambda: all_gather(x, axis, dim=1),
         "reduce_scatter": lambda: reduce_scatter(x, axis, dim=1),
-        "copy": lambda: copy(x, axis),
         "all_reduce": lambda: all_reduce(x, axis),
-        "take_shard": lambda: take_shard(x, axis, dim=0),
         "all_to_all": lambda: all_to_all(x, axis, send=SEND[axis.rank], receive=receive),
     }[name]()
 
@@ -41,10 +39,10 @@ def rows_of(name: str, rank: int) -> int:
     return sum(SEND[rank]) if name == "all_to_all" else 8
 
 
-def rank_call(name: str, same_x: bool, same_g: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, int]]:
+def rank_call(name: str, same_g: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, int]]:
     rank = dist.get_rank()
     axis = Axis("tp", dist.group.WORLD, rank, SIZE)
-    x = data(0 if same_x else rank, rows_of(name, rank), 1).requires_grad_()
+    x = data(rank, rows_of(name, rank), 1).requires_grad_()
     y = apply(name, x, axis)
     g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0 if same_g else rank + 50))
     y.backward(g)
@@ -56,31 +54,26 @@ def expected(name: str, xs: list[Tensor]) -> list[Tensor]:
         return [torch.cat(xs, dim=1)] * SIZE
     if name == "reduce_scatter":
         return list(sum(xs).split(1, dim=1))
-    if name == "copy":
-        return xs
     if name == "all_reduce":
         return [sum(xs)] * SIZE
-    if name == "take_shard":
-        return list(xs[0].split(2))
     parts = [x.split(send) for x, send in zip(xs, SEND)]
     return [torch.cat([parts[source][rank] for source in range(SIZE)]) for rank in range(SIZE)]
 
 
-@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all", "copy", "all_reduce", "take_shard"])
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
 def test_values_and_adjoints(pool: RankPool, name: str) -> None:
-    same_x, same_g = name in ("copy", "take_shard"), name == "all_reduce"
-    results = pool.run(rank_call, name, same_x, same_g)
+    same_g = name == "all_reduce"
+    results = pool.run(rank_call, name, same_g)
     for (_, y, *_), value in zip(results, expected(name, [r[0] for r in results]), strict=True):
         torch.testing.assert_close(y, value, rtol=1e-14, atol=1e-14)
     forward = sum(float((y * g).sum()) for _, y, g, _, _ in results)
     backward = sum(float((x * dx).sum()) for x, _, _, dx, _ in results)
-    # A replicated input or gradient is one tensor that every rank holds: it counts once.
-    scale = SIZE if same_x or same_g else 1
-    assert forward / (SIZE if same_g else 1) == pytest.approx(backward / (scale if same_x else 1), rel=1e-12)
+    # A replicated gradient is one tensor that every rank holds: it counts once.
+    assert forward / (SIZE if same_g else 1) == pytest.approx(backward, rel=1e-12)
     assert all(calls and all(key.startswith("tp ") for key in calls) for *_, calls in results)
 
 
-@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "copy", "all_reduce", "take_shard"])
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_an_axis_of_one_is_the_identity_itself(name: str) -> None:
     x = data(0, 8, 1)
     assert apply(name, x, Axis()) is x

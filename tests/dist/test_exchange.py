@@ -32,9 +32,7 @@ PARAMETERS = {
     "low rank": (MATRIX, (8, 24), None),
 }
 SPECS = {
-    name: ShardSpec(
-        shape=shape, shards=() if dim is None else ((dim, "tp"),), owners="stage" if dim is None else "dense"
-    )
+    name: ShardSpec(shape=shape, shards=() if dim is None else ((dim, "tp"),))
     for name, (_, shape, dim) in PARAMETERS.items()
 }
 LR = 0.02

@@ -243,3 +243,19 @@ def test_one_stage_is_the_plain_model_bit_for_bit(schedule: str) -> None:
         gradients.append(rig.dp.owned_gradients())
     plain_gradients, found = gradients
     assert all(torch.equal(found[name], value) for name, value in plain_gradients.items())
+
+
+def sampled_with_unlike_copies(mesh: ParallelConfig) -> str:
+    """Text from ranks whose logits differ, as those of unequal devices do in their last bits."""
+    rig = build(make_case(), make_mesh(mesh, dist.get_world_size()), mesh)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for param in rig.model.parameters():
+            param.add_(torch.randn(param.shape, generator=generator, dtype=param.dtype))
+    return sample_text(rig.pipeline, [3, 1, 4], decode=str, tokens=6, temperature=1.0, seed=0, stop=None)
+
+
+@pytest.mark.parametrize("mesh", [ParallelConfig(dp=2, ep=2), ParallelConfig(pp=2, vpp=2, dp=2)])
+def test_all_ranks_sample_the_same_text(pools: dict[int, RankPool], mesh: ParallelConfig) -> None:
+    # A rank that alone drew the token that ends a text would leave the others in their next exchange.
+    assert len(set(pools[ranks(mesh)].run(sampled_with_unlike_copies, mesh))) == 1

@@ -95,6 +95,16 @@ def test_memory_is_within_a_tenth_of_its_estimate(pool: RankPool, name: str) -> 
         assert abs(off_by(measured, memory)) < 0.1
 
 
+def test_memory_of_many_losses_before_the_first_backward(pool: RankPool) -> None:
+    """Each keeps the gradient of a head that outweighs its layers."""
+    config = ParallelConfig(pp=4, schedule="gpipe")
+    model = dataclasses.replace(SMALL, vocab_size=4096)
+    case = make_case(model, length=64, microbatches=8, dp=1, dtype=torch.bfloat16)
+    plan = plan_of(case, config, world_size=pool.size)
+    for measured, memory in compare_memory(plan, measure(pool, case, config)):
+        assert abs(off_by(measured, memory)) < 0.1
+
+
 def test_even_routing_is_what_is_expected_without_counts() -> None:
     plan = StepPlan(model=tiny_config(), parallel=ParallelConfig(dp=4, ep=4), world_size=4, length=24)
     rows = len(plan.model.moe_layers) * 4 * 24 * plan.model.moe.top_k

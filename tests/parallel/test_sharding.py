@@ -19,7 +19,7 @@ def mesh(rank: int, ep: int) -> Mesh:
 
 
 def test_slices_join_to_the_whole() -> None:
-    spec = ShardSpec(shape=(8, 3), shards=((0, "ep"),), owners="expert_dp")
+    spec = ShardSpec(shape=(8, 3), shards=((0, "ep"),))
     whole = torch.arange(24.0).view(8, 3)
     slices = [spec.place(spec.take(whole, mesh(rank, 4)), mesh(rank, 4)) for rank in range(4)]
     assert [part.offsets for part in slices] == [(0, 0), (2, 0), (4, 0), (6, 0)]
@@ -130,7 +130,7 @@ def test_owners_of_experts_load_all_ranks_that_hold_their_parts() -> None:
 
 
 def test_a_slice_in_two_dims() -> None:
-    spec = ShardSpec(shape=(4, 6, 2), shards=((0, "ep"), (1, "tp")), owners="expert_dp")
+    spec = ShardSpec(shape=(4, 6, 2), shards=((0, "ep"), (1, "tp")))
     whole, joined = torch.arange(48).view(4, 6, 2), torch.zeros(4, 6, 2, dtype=torch.int64)
     for ep in range(2):
         for tp in range(3):

@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def faults(keep: bool) -> int:
-    """Page faults of filling a block of 48 MiB that was just freed, 4 times, after what it takes for the heap to settle."""
+    """Page faults of filling a freed block of 48 MiB 4 times, once the heap has settled."""
     if keep:
         assert keep_freed_memory()
     for _ in range(16):
