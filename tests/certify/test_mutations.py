@@ -18,6 +18,8 @@ from tests.certify.mutation import Reach
 from tests.certify.mutations import MUTATIONS
 from train.parity import Case, Outcome, compare, merge, train_alone, train_on_mesh
 
+pytestmark = pytest.mark.slow  # a certify run for each mistake
+
 BY_ID = {mutation.id: mutation for mutation in MUTATIONS}
 MESHES = list(dict.fromkeys(mutation.mesh for mutation in MUTATIONS))
 

@@ -28,6 +28,8 @@ from tests.dist.ranks import RankPool
 from tests.dist.test_expert import OPTIM, TOKENS, inputs, make_case, microbatch, routed
 from tests.model.tiny import tiny_config, tiny_model
 
+pytestmark = pytest.mark.slow  # steps on many meshes
+
 BALANCED = ExpertsConfig(dispatcher="balanced")
 
 

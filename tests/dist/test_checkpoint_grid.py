@@ -31,6 +31,8 @@ from train.build import Progress, checkpoint_tensors, resume
 from train.checkpoint import CheckpointError, CheckpointStore
 from train.parity import build, held, train
 
+pytestmark = pytest.mark.slow  # runs on many meshes
+
 LAYOUTS = {
     "one": ParallelConfig(),
     "dp4-zero2": ParallelConfig(dp=4, zero=2),

@@ -25,6 +25,8 @@ from train.forced_routing import ForcedRouting, parse_rule
 from train.parity import build
 from train.step import Stepper
 
+pytestmark = pytest.mark.slow  # runs on many meshes
+
 MICROBATCHES, TOKENS, TOP_K = 4, 24, 2
 MESHES = {
     "dp4-ep4": ParallelConfig(dp=4, ep=4),

@@ -17,6 +17,8 @@ from tests.dist.test_expert import make_case
 from tests.model.tiny import tiny_config, tiny_model
 from train.parity import build, train
 
+pytestmark = pytest.mark.slow  # runs on many meshes
+
 MESHES = {
     "dp2": ParallelConfig(dp=2),
     "tp2": ParallelConfig(tp=2),

@@ -26,6 +26,8 @@ from tests.dist.ranks import RankPool
 from tests.model.tiny import tiny_config
 from train.parity import Case
 
+pytestmark = pytest.mark.slow  # steps on many meshes
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:

@@ -13,6 +13,8 @@ from tests.dist.ranks import RankPool
 from tests.launch.test_train import saved
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 
+pytestmark = pytest.mark.slow  # whole runs on every mesh
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,6 +25,8 @@ from parallel.sharding import TensorSlice
 from tests.launch.test_shrink import MODELS
 from train.parity import Case, Outcome, train_on_mesh
 
+pytestmark = pytest.mark.slow  # certify runs
+
 ROOT = Path(__file__).parents[2]
 TWO_RANKS = {
     "dp2": ["parallel.dp=2"],

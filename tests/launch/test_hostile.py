@@ -19,6 +19,8 @@ import launch.train
 from launch.train import fail, first_to_fail, main
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 
+pytestmark = pytest.mark.slow  # whole runs
+
 ROOT = Path(__file__).parents[2]
 
 

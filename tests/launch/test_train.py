@@ -12,6 +12,8 @@ from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 from train.checkpoint import CheckpointStore
 from train.run_folder import RunLock
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
