@@ -252,13 +252,7 @@ def build_run(
     )
     progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
     rule = parse_rule(routing.force)
-    forced = None if rule is None else ForcedRouting(model, rule, seed=settings.seed, axis=mesh.stage)
-    recorder = None
-    if routing.trace and mesh.world.rank == 0:
-        layers, top_k = model_config.moe_layers, model_config.moe.top_k
-        recorder = RoutingRecorder(folder / ROUTING_FILE, layers=layers, top_k=top_k, resume_step=progress.step)
     peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.world.group)
-    total, active = model_config.count_parameters()
     return Run(
         folder=folder,
         mesh=mesh,
@@ -284,22 +278,40 @@ def build_run(
         evaluate=evaluate,
         checkpoint=checkpoint,
         routing=routing,
-        forced=forced,
-        recorder=recorder,
+        forced=None if rule is None else ForcedRouting(model, rule, seed=settings.seed, axis=mesh.stage),
+        recorder=make_recorder(routing, model_config, folder=folder, resume_step=progress.step, rank=mesh.world.rank),
         peak_lr=optim.lr,
         seed=settings.seed,
         progress=progress,
         facts={
-            "parameters": total,
-            "active_parameters": active,
-            "unigram_entropy": loader.unigram_entropy(),
-            "training_tokens": loader.num_tokens(),
+            **describe(model_config, loader),
             "matmul_flops_per_second": peak,
             "ranks": mesh.world.size,
             "device": str(device),
             "precision": train.precision,
         },
     )
+
+
+def make_recorder(
+    routing: RoutingSettings, config: ModelConfig, *, folder: Path, resume_step: int, rank: int
+) -> RoutingRecorder | None:
+    """What records the experts' loads, on the one rank that does, if it is asked for."""
+    if not routing.trace or rank != 0:
+        return None
+    path, layers = folder / ROUTING_FILE, config.moe_layers
+    return RoutingRecorder(path, layers=layers, top_k=config.moe.top_k, resume_step=resume_step)
+
+
+def describe(config: ModelConfig, loader: Loader) -> dict[str, Any]:
+    """Facts of the model and its data, for the heading and the report."""
+    total, active = config.count_parameters()
+    return {
+        "parameters": total,
+        "active_parameters": active,
+        "unigram_entropy": loader.unigram_entropy(),
+        "training_tokens": loader.num_tokens(),
+    }
 
 
 def checkpoint_tensors(

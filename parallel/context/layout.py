@@ -77,9 +77,10 @@ def length_error(field: str, length: int, *, cp: int, tp: int = 1) -> str | None
         return None
     below = length // parts * parts
     lengths = f"{below} or {below + parts}" if below else f"{parts}"
+    remedy = " or ".join(name for name, size in (("parallel.cp", cp), ("parallel.tp", tp)) if size > 1)
     return (
         f"{field}={length}: must be a multiple of parallel.cp x parallel.tp = {cp} x {tp}, so that every rank gets "
-        f"equally many tokens; use {lengths}, or another parallel.cp"
+        f"equally many tokens; use {lengths}, or another {remedy}"
     )
 
 

@@ -3,6 +3,7 @@
     layer    one expert layer, forward and backward, under Zipf routing
     step     a whole training step, likewise
     even     the same layer on loads that need no balancing: what planning and lending cost there
+    once     the same layer with one payload for each token and rank, on and off
 
 Loads are forced (`train.forced_routing`), so every dispatcher gets the same ones, in turns within one run.
 
@@ -18,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,8 @@ DISPATCHERS = {
     BALANCED: ExpertsConfig(dispatcher="balanced"),
     ABOVE: ExpertsConfig(dispatcher="balanced", balance_above=1.2),
 }
+ONCE = "deduplicated"
+ON_AND_OFF = {PLAIN: ExpertsConfig(), ONCE: ExpertsConfig(deduplicate=True)}
 SMALL = ModelConfig(
     vocab_size=256,
     hidden_dim=256,
@@ -68,14 +71,18 @@ class Timing:
     cpu: seconds of this process.
     wall: seconds until all ranks are done.
     rows: what the first expert layer counted, the same each time.
+    sent: bytes that this rank sent to others' experts and back.
     """
 
     cpu: list[float]
     wall: list[float]
     rows: list[RowStats]
+    sent: list[int] = field(default_factory=list)
 
 
-def time_layer(rule: str, tokens: int, repeats: int) -> dict[str, Timing]:
+def time_layer(
+    rule: str, tokens: int, repeats: int, dispatchers: dict[str, ExpertsConfig] = DISPATCHERS
+) -> dict[str, Timing]:
     """The first expert layer on ``tokens`` tokens of this rank, forward and backward, by dispatcher."""
     mesh = make_mesh(ParallelConfig(ep=dist.get_world_size()), dist.get_world_size())
     model = build_model(SMALL, seed=0, dtype=torch.float32, device=CPU, mesh=mesh)
@@ -91,7 +98,7 @@ def time_layer(rule: str, tokens: int, repeats: int) -> dict[str, Timing]:
         model.zero_grad()
         return stats.rows[0]
 
-    return in_turns(run, model, mesh, rule=rule, repeats=repeats)
+    return in_turns(run, model, mesh, rule=rule, repeats=repeats, dispatchers=dispatchers)
 
 
 def time_step(rule: str, tokens: int, repeats: int) -> dict[str, Timing]:
@@ -106,23 +113,30 @@ def time_step(rule: str, tokens: int, repeats: int) -> dict[str, Timing]:
         result = stepper.step(case.steps[0][rig.mesh.dp.rank :: size], lr=1e-6)
         return RowStats(**dict(zip(COLUMNS, result.rows[0].tolist(), strict=True)))
 
-    return in_turns(run, rig.model, rig.mesh, rule=rule, repeats=repeats)
+    return in_turns(run, rig.model, rig.mesh, rule=rule, repeats=repeats, dispatchers=DISPATCHERS)
 
 
 def in_turns(
-    run: Callable[[], RowStats], model: KimiModel, mesh: Mesh, *, rule: str, repeats: int
+    run: Callable[[], RowStats],
+    model: KimiModel,
+    mesh: Mesh,
+    *,
+    rule: str,
+    repeats: int,
+    dispatchers: dict[str, ExpertsConfig],
 ) -> dict[str, Timing]:
     """``run`` with each dispatcher in turn, after one warm-up each; the load differs by repeat alone."""
     parsed = parse_rule(rule)
     assert parsed is not None
     forced = ForcedRouting(model, parsed, seed=0, axis=mesh.stage)
-    timings = {name: Timing([], [], []) for name in DISPATCHERS}
+    timings = {name: Timing([], [], []) for name in dispatchers}
     for repeat in range(-1, repeats):
-        names = list(DISPATCHERS)
+        names = list(dispatchers)
         # Whoever comes first in a turn finds other caches than the rest.
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            use_expert_parallel(model, axis=mesh.ep, config=DISPATCHERS[name])
+            use_expert_parallel(model, axis=mesh.ep, config=dispatchers[name])
             dist.barrier()
+            sent = mesh.ep.traffic.sent.get("ep all_to_all", 0)
             cpu, wall = time.process_time(), time.perf_counter()
             with forced.during(max(repeat, 0)):
                 rows = run()
@@ -132,6 +146,7 @@ def in_turns(
                 timings[name].cpu.append(cpu)
                 timings[name].wall.append(time.perf_counter() - wall)
                 timings[name].rows.append(rows)
+                timings[name].sent.append(mesh.ep.traffic.sent["ep all_to_all"] - sent)
     return timings
 
 
@@ -192,6 +207,23 @@ def overhead_table(measured: dict[tuple[str, int], list[dict[str, Timing]]]) -> 
     return table
 
 
+def once_table(measured: dict[int, list[dict[str, Timing]]], *, choices: int) -> Table:
+    """Bytes and CPU time of all ranks with one payload for each token and rank, over those with one row a choice."""
+    title = "one expert layer, one payload for each token and rank: over all_to_all"
+    table = Table(title=title, title_justify="left", min_width=len(title))
+    for column in ("ranks", "bytes", "rows left, expected", "CPU, median", "quartiles"):
+        table.add_column(column, justify="right")
+    for size, ranks in measured.items():
+        sent = {name: sum(sum(rank[name].sent) for rank in ranks) for name in (PLAIN, ONCE)}
+        total = {name: [sum(t) for t in zip(*(rank[name].cpu for rank in ranks), strict=True)] for name in sent}
+        ratios = [100 * (one / other - 1) for one, other in zip(total[ONCE], total[PLAIN], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        expected = size * (1 - (1 - 1 / size) ** choices) / choices
+        cells = f"{sent[ONCE] / sent[PLAIN]:.2f}", f"{expected:.2f}", f"{middle:+.1f}%", f"{low:+.1f} ... {high:+.1f}%"
+        table.add_row(str(size), *cells)
+    return table
+
+
 @contextmanager
 def pools(sizes: list[int]) -> Iterator[dict[int, RankPool]]:
     """A pool of each size, one after the other closed at the end."""
@@ -222,7 +254,12 @@ def main() -> None:
             for rule in ("balanced", "zipf(0)")
             for size, pool in opened.items()
         }
+        once = {
+            size: pool.run(time_layer, "zipf(0)", args.tokens, args.even_repeats, ON_AND_OFF)
+            for size, pool in opened.items()
+        }
     console.print(overhead_table(even))
+    console.print(once_table(once, choices=SMALL.moe.top_k))
 
 
 if __name__ == "__main__":

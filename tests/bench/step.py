@@ -6,6 +6,7 @@ ratios hold on a machine whose speed drifts.
 
 import argparse
 import dataclasses
+import functools
 import gc
 import resource
 import statistics
@@ -19,16 +20,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from configs.compose import compose_config
 from data.loader import DataPosition, Loader, open_loader
 from model.config import ModelConfig, MoEConfig
+from model.kernels.grouped_linear import grouped_linear
+from model.kernels.grouped_linear_reference import grouped_linear_reference
 from model.kimi import KimiModel
 from model.layers import Activation, GatedFFN
 from model.loss import chunked_cross_entropy
 from model.moe import MoE
 from model.params import initialize
 from model.precision import set_precision
+from model.seams import GroupedProduct
 from model.stats import ForwardStats
 from parallel.cost import training_flops
 from parallel.mesh import Mesh
@@ -170,6 +175,29 @@ def expert_pair(
     }
 
 
+def grouped_products(*, rows: tuple[int, ...], repeats: int) -> Table:
+    """The experts' grouped product (64 of 256 x 256), forward and backward, against a loop over the experts."""
+    made = table("grouped product of 64 experts, 256 x 256, fp32", "rows", "grouped", "loop", "ratio")
+    for count in rows:
+        x = torch.randn(count, 256, requires_grad=True)
+        weight = torch.randn(64, 256, 256, requires_grad=True)
+        ends = torch.arange(1, 65, dtype=torch.int32) * (count // 64)
+        actions = {
+            "grouped": functools.partial(product_gradients, grouped_linear, x, weight, ends),
+            "loop": functools.partial(product_gradients, grouped_linear_reference, x, weight, ends),
+        }
+        seconds = medians(actions, repeats=repeats)
+        cells = (f"{seconds[name] * 1e3:.1f} ms" for name in actions)
+        made.add_row(str(count), *cells, f"{seconds['grouped'] / seconds['loop']:.2f}")
+    return made
+
+
+def product_gradients(product: GroupedProduct, x: Tensor, weight: Tensor, ends: Tensor) -> None:
+    """Forward and backward of one grouped product."""
+    y = product(x, weight, ends)
+    torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+
+
 def loading(loader: Loader, *, length: int, sequences: int, steps: int) -> Table:
     """How fast the loader packs samples, on one core and without prefetching."""
     made = table("loader", "context", "tokens", "s", "tokens/s")
@@ -227,6 +255,7 @@ def main() -> None:
     console.print(f"peak memory so far: {peak:,.0f} MiB")
     console.print(shares(config.model, tokens=arguments.tokens, repeats=arguments.repeats))
     console.print(experts_against_dense(tokens=arguments.tokens, repeats=arguments.repeats))
+    console.print(grouped_products(rows=(1024, 4096, 16384), repeats=4 * arguments.repeats))
     loader = open_loader(
         config.data, cache=Path(config.run.cache), vocab_size=config.model.vocab_size, seed=config.run.seed
     )

@@ -69,7 +69,7 @@ def skewed() -> KimiModel:
 def test_a_mesh_equals_one_rank(four: RankPool, name: str, steps: int) -> None:
     case = make_case(skewed(), steps=steps)
     found = run_on_mesh(four, case, FOUR[name])
-    check_parity(found, run_alone(case), tolerance=1e-10 if steps == 1 else 1e-8)
+    check_parity(found, run_alone(case), tolerance=1e-10 if steps == 1 else 1e-9)
     layers, passes = len(case.config.moe_layers), 2
     lent, returned = found.traffic["ep lend_weights"], found.traffic["ep return_gradients"]
     assert returned.sent > 0

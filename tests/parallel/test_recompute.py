@@ -74,7 +74,7 @@ def results(model: KimiModel) -> dict[str, Tensor]:
     return found | {f"after {name}": buffer for name, buffer in model.named_buffers()}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
@@ -84,7 +84,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ("family", "dtype"), [*((family, torch.float64) for family in FAMILIES), ("k3", torch.bfloat16)], ids=str
 )
 def test_every_number_is_that_of_the_plain_model(family: str, dtype: torch.dtype, config: RecomputeConfig) -> None:
-    same(results(changed(tiny_model(family, dtype=dtype), config)), results(tiny_model(family, dtype=dtype)))
+    assert_same(results(changed(tiny_model(family, dtype=dtype), config)), results(tiny_model(family, dtype=dtype)))
 
 
 def tied() -> KimiModel:
@@ -102,7 +102,7 @@ def tied() -> KimiModel:
 def test_exact_ties(config: RecomputeConfig) -> None:
     expected = results(tied())
     assert ((expected["load"] > 0).sum(dim=1) == 2).all()
-    same(results(changed(tied(), config)), expected)
+    assert_same(results(changed(tied(), config)), expected)
 
 
 @pytest.mark.parametrize("config", CHOICES)
@@ -156,7 +156,7 @@ def test_microbatches_under_way_together_keep_their_own(config: RecomputeConfig)
         for one in passes:
             one.loss.backward()
         found.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
-    same(found[1], found[0])
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize("config", CHOICES)
@@ -167,7 +167,7 @@ def test_a_graph_may_be_gone_through_twice(config: RecomputeConfig) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
         found.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
-    same(found[1], found[0])
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize("config", CHOICES)
@@ -188,7 +188,7 @@ def test_a_copy_of_the_model_stands_on_its_own(config: RecomputeConfig) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    same(results(twin), results(tiny_model()))
+    assert_same(results(twin), results(tiny_model()))
 
 
 # --- what is kept ---
