@@ -13,7 +13,7 @@ tags; messages to lower ranks have a communicator of their own (`parallel.mesh`)
 next action needs, which is what the schedule's simulation assumes: a schedule without a deadlock has none here.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import torch
@@ -77,6 +77,7 @@ class Mail:
         mesh: for its pp axes.
         shapes: [B, T, D] of the state of each microbatch on this rank (and its counterparts).
         dtype, device: of the state.
+        sent: takes the bytes that this rank sends over each hop, by (stage, next stage); gradients go the other way.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class Mail:
         shapes: Sequence[tuple[int, int, int]],
         dtype: torch.dtype,
         device: torch.device,
+        sent: Counter[tuple[int, int]],
     ) -> None:
+        self.sent = sent
         self.layout, self.mesh, self.rank = layout, mesh, mesh.pp.rank
         self.shapes, self.dtype, self.device = shapes, dtype, device
         self._due = {
@@ -113,7 +116,8 @@ class Mail:
         axis = self._axis(self.rank, target)
         work = dist.isend(message, group=axis.group, group_dst=target)
         assert work is not None, "this rank is not in the group"
-        axis.traffic.record("pp send", message.numel() * message.element_size())
+        axis.traffic.record("pp send", message.nbytes)
+        self.sent[action.stage, stage] += message.nbytes
         # The buffer must live until it has left. gloo tells so only when waited for.
         self._sends = [(w, buffer) for w, buffer in self._sends if not w.is_completed()]
         self._sends.append((work, message))

@@ -11,6 +11,7 @@ never becomes an output of a stage that did not make it, or torch would run back
 Without a pipeline the model is one stage on one rank: F and B of each microbatch in turn, nothing received or sent.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -80,6 +81,9 @@ class Pipeline:
         layout: how the model is cut; None: it is whole.
         schedule: name of the order of work (`parallel.pipeline.schedule`).
         loss_chunk: tokens whose logits exist at once.
+
+    Attributes:
+        sent: bytes that this rank has sent over each hop, by (stage, next stage).
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Pipeline:
         assert layout.layers_of(mesh.pp.rank) == held_layers(model), "the model is not this rank's part"
         self.model, self.mesh, self.layout, self.schedule = model, mesh, layout, schedule
         self.loss_chunk = loss_chunk
+        self.sent: Counter[tuple[int, int]] = Counter()
         # What flows between layers has the dtype of their norms; some of the other parameters are wider.
         norm = model.get_parameter(f"layers.{layout.layers_of(mesh.pp.rank)[0]}.mixer_norm.weight")
         self.device, self.dtype = norm.device, norm.dtype
@@ -204,7 +209,15 @@ class Pipeline:
         parts = self.mesh.tp.size if cut else 1
         sizes = [batch.input_ids.shape for batch in batches]
         shapes = [(rows, tokens // parts, self.model.config.hidden_dim) for rows, tokens in sizes]
-        mail = Mail(self.layout, schedule, mesh=self.mesh, shapes=shapes, dtype=self.dtype, device=self.device)
+        mail = Mail(
+            self.layout,
+            schedule,
+            mesh=self.mesh,
+            shapes=shapes,
+            dtype=self.dtype,
+            device=self.device,
+            sent=self.sent,
+        )
         return _Run(batches, mail, torch.zeros((), dtype=torch.float64, device=self.device))
 
     def _rows(self, run: _Run, action: Action) -> BankRows:

@@ -4,6 +4,7 @@ Its plain form beside each other axis is in test_meshes.py, checkpoints across m
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
@@ -25,7 +26,7 @@ from tests.dist.ranks import RankError, RankPool
 from tests.dist.test_expert import microbatch
 from tests.model.tiny import tiny_model, tokens
 from train.evaluate import sample_text, validation_loss
-from train.parity import LOSS_CHUNK, build
+from train.parity import LOSS_CHUNK, build, train
 from train.step import Stepper, to_device
 
 # Clips gradients, and the attention logits of every head.
@@ -137,6 +138,30 @@ def test_the_cache_changes_what_is_sent_and_nothing_else(
         assert moved.sent == 2 * 4 * sum(slices) * LENGTH * 32 * 8
         sent[bank_cache] = moved.sent
     assert sent[True] < sent[False]
+
+
+def sent_by_hop(config: ParallelConfig) -> Counter[tuple[int, int]]:
+    case = make_case()
+    rig = build(case, make_mesh(config, dist.get_world_size()), config)
+    train(case, rig)
+    return rig.pipeline.sent
+
+
+@pytest.mark.parametrize("placement", ["loop", "v"])
+@pytest.mark.parametrize("bank_cache", [True, False])
+def test_every_hop_carries_the_bytes_of_the_formula(
+    pools: dict[int, RankPool], placement: str, bank_cache: bool
+) -> None:
+    mesh = ParallelConfig(pp=2, vpp=2, placement=placement, bank_cache=bank_cache)
+    case = make_case()
+    layout = make_layout(mesh, case.config, length=LENGTH)
+    steps, microbatches = len(case.steps), len(case.steps[0])
+    expected: Counter[tuple[int, int]] = Counter()
+    for stage in range(layout.last):
+        if layout.is_hop(stage):
+            size = layout.slices(stage) * LENGTH * 32 * 8 * steps * microbatches
+            expected |= {(stage, stage + 1): size, (stage + 1, stage): size}
+    assert sum(pools[2].run(sent_by_hop, mesh), Counter()) == expected
 
 
 def rows() -> BankRows:
