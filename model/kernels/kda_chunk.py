@@ -28,8 +28,9 @@ The triangular inverse comes by substitution and not as a power series, hence st
 **Tiles.** Most of the tree's cost is its lowest levels, many products of very few tokens. Where the caller knows a
 bound of the gate (K3's is -5 a token), tiles of t tokens replace them: inside a tile 1/Gamma, counted from the
 tile's start, is at most exp(-t bound), so (Gamma Q)(K / Gamma)^T is one product, masked. Counted from the start, it
-is as causal as the tree. With t bound >= -40 every factor is between 1e-18 and 1e18, far from fp32's ends with room
-for small gradients. Without a bound t is 1 and only the diagonal is left to the tiles.
+is as causal as the tree. Gamma times a constant, the lift exp(-t bound / 2) rounded to a power of two, gives the same
+product exactly, and with t bound >= -80 every factor is between 1e-18 and 1e18, far from fp32's ends with room for
+small gradients. Without a bound t is 1 and only the diagonal is left to the tiles.
 
 **Layout.** Every document is padded to whole chunks; a batch is B documents. Chunks are ordered step-major:
 first chunks of all documents, longest document first, then second chunks, ... so a step of the recurrence
@@ -44,7 +45,9 @@ more than filling it.
 Shape letters: B batch, T tokens, H heads, K key, V value, C chunk, n chunks times heads.
 """
 
+import functools
 import importlib.util
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -61,7 +64,7 @@ from model.kernels.kda_reference import check_kda_inputs
 CHUNK = 32
 SEGMENT_TOKENS = 512
 # Largest |log decay| over a tile: see the module's docstring.
-TILE_DECAY = 40.0
+TILE_DECAY = 80.0
 
 
 def kda_chunk(
@@ -106,26 +109,39 @@ def kda_chunk(
             cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64),
         )
         return o.to(v.dtype), final_state
-    tile = _tile(gate_bound, g.detach())
     if offsets is None:
         offsets = [row * length for row in range(batch + 1)]
+    tile = _tile(gate_bound, g.detach(), max(b - a for a, b in itertools.pairwise(offsets)))
     if initial_state is None:
         initial_state = q.new_zeros(len(offsets) - 1, heads, key, v.shape[-1], dtype=dtype)
     return _ChunkKDA.apply(q, k, v, g, beta, initial_state, scale, offsets, dtype, tile)
 
 
-def _tile(gate_bound: float | None, g: Tensor) -> int:
-    """Tokens per tile, a power of two; checks that g keeps the bound."""
+@dataclass(frozen=True)
+class _Tile:
+    """size: tokens, a power of two. lift: power of two that centres the decays within a tile around 1."""
+
+    size: int = 1
+    lift: float = 1.0
+
+
+def _tile(gate_bound: float | None, g: Tensor, longest: int) -> _Tile:
+    """The tiles of chunks, given the longest document; checks that g keeps the bound."""
     if gate_bound is None:
-        return 1
+        return _Tile()
     if not -math.inf < gate_bound <= 0:
         raise ValueError(f"gate_bound={gate_bound}: must be finite and at most 0, or None for no bound")
     if g.numel() and bool(g.amin() < g.new_tensor(gate_bound)):
         raise ValueError(f"g: {g.amin().item():.6g} is below gate_bound={gate_bound}; pass gate_bound=None")
-    tile = 1
-    while tile < CHUNK and 2 * tile * -gate_bound <= TILE_DECAY:
-        tile *= 2
-    return tile
+    size = 1
+    while size < _chunk(longest) and 2 * size * -gate_bound <= TILE_DECAY:
+        size *= 2
+    return _Tile(size, 2.0 ** round(size * -gate_bound / 2 / math.log(2)) if size > 1 else 1.0)
+
+
+def _chunk(longest: int) -> int:
+    """Tokens per chunk: one longer than the longest document would be padding only."""
+    return min(CHUNK, 1 << max(longest - 1, 0).bit_length())
 
 
 @dataclass(frozen=True)
@@ -142,28 +158,20 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where the chunks lie.
-
-    order: document numbers, longest first.
-    chunk, tile: tokens per chunk and tile, powers of two.
-    starts, stops: int64 [chunks] of all segments in order, first token of each chunk and end of its document.
-    """
+    """order: document numbers, longest first. moves: one for each segment."""
 
     order: Tensor
-    chunk: int
-    tile: int
     segments: list[_Segment]
-    starts: Tensor
-    stops: Tensor
+    moves: list["_Rows"]
 
 
-def _plan(offsets: list[int], tile: int) -> _Plan:
+@functools.lru_cache(maxsize=1)  # the layers of a step share their documents: 16 T H bytes once and not a layer
+def _plan(offsets: tuple[int, ...], heads: int, device: torch.device) -> _Plan:
     starts, stops = torch.tensor(offsets[:-1]), torch.tensor(offsets[1:])
     lengths, order = (stops - starts).sort(descending=True, stable=True)
     starts, stops = starts[order], stops[order]
     longest = int(lengths[0])
-    # A chunk longer than the longest document would be padding only.
-    chunk = min(CHUNK, 1 << max(longest - 1, 0).bit_length())
+    chunk = _chunk(longest)
     done = torch.arange(0, longest, chunk)
     segments, places, documents = [], [done[:0]], [done[:0]]
     together = SEGMENT_TOKENS // chunk
@@ -180,7 +188,10 @@ def _plan(offsets: list[int], tile: int) -> _Plan:
             segments.append(_Segment(first_document, counts[:steps]))
             counts = counts[steps:]
     document = torch.cat(documents)
-    return _Plan(order, chunk, min(tile, chunk), segments, starts[document] + torch.cat(places), stops[document])
+    sizes = [sum(segment.running) for segment in segments]
+    token = (starts[document] + torch.cat(places)).unsqueeze(1) + torch.arange(chunk)
+    moves = _moves(token, token >= stops[document].unsqueeze(1), sizes, heads, device) if segments else []
+    return _Plan(order.to(device), segments, moves)
 
 
 @dataclass(frozen=True)
@@ -217,19 +228,15 @@ class _Rows:
             torch.index_select(rows, 0, run, out=lines[first * heads : first * heads + len(run)])
 
 
-def _moves(plan: _Plan, heads: int, device: torch.device) -> list[_Rows]:
-    """One for each segment; made together, since what it costs is calls."""
-    if not plan.segments:
-        return []
-    token = plan.starts.unsqueeze(1) + torch.arange(plan.chunk)
-    pad = token >= plan.stops.unsqueeze(1)
+def _moves(token: Tensor, pad: Tensor, sizes: list[int], heads: int, device: torch.device) -> list[_Rows]:
+    """One for each segment of ``sizes`` chunks; made together, since what it costs is calls. ``token`` [chunks, C]
+    numbers the tokens of all segments in order; where ``pad`` they lie past the end of their document."""
     head = torch.arange(heads).unsqueeze(1)
     read_from = (token.masked_fill(pad, 0).unsqueeze(1) * heads + head).to(device)
     pads = pad.unsqueeze(1).expand(-1, heads, -1).to(device)
     padded = bool(pad.any())
-    sizes = [sum(segment.running) for segment in plan.segments]
     return [
-        _Rows((size * heads, plan.chunk), read.flatten(), pad.reshape(-1, 1) if padded else None, runs)
+        _Rows((size * heads, token.shape[1]), read.flatten(), pad.reshape(-1, 1) if padded else None, runs)
         for size, read, pad, runs in zip(
             sizes, read_from.split(sizes), pads.split(sizes), _runs(token, pad, sizes, heads, device)
         )
@@ -268,15 +275,15 @@ class _Level:
     right: Tensor  # [m, 1, K]: decay through the right half
 
 
-def _climb(decay: Tensor, half: int, reads: Tensor, writes: Tensor) -> Iterator[_Level]:
+def _climb(inputs: "_Inputs", reads: Tensor, writes: Tensor) -> Iterator[_Level]:
     """The levels from small blocks to large, as views of ``reads`` [n, C, 2, K] and ``writes`` [n, C, K], which
     every step overwrites: relative to blocks of ``half`` tokens, rows are decayed from the start of their block
-    and columns to its end. They begin as those of tiles of ``half`` tokens, with ``decay`` from the start of the
-    tile, and end as those of chunks."""
-    key = decay.shape[-1]
-    through = decay[:, half - 1 :: half]
-    while half < decay.shape[1]:
-        left, right = through.reshape(-1, 2, 1, key).unbind(1)
+    and columns to its end. They begin as those of tiles, without the lift, and end as those of chunks."""
+    _, chunk, key = writes.shape
+    half = inputs.tile.size
+    through = inputs.ends() / inputs.tile.lift
+    while half < chunk:
+        left, right = through.view(-1, 2, 1, key).unbind(1)
         rows, columns = reads.view(-1, 2, 2 * half, key)[:, 1], writes.view(-1, 2, half, key)[:, 0]
         yield _Level(half, rows, columns, left, right)
         rows *= left
@@ -305,51 +312,70 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Inputs:
-    """A segment's inputs in chunks."""
+class _Constants:
+    identity: Tensor  # [C, C]
+    sums: Tensor  # [C, C]: ones where row <= column
+    past: Tensor  # bool [tile, 2, tile]: where P and L are not zero inside a tile
+    zero: Tensor  # in their place, chosen and not multiplied: what lies above the diagonal may be infinite
 
-    x: Tensor  # [n, C, 2, K]: q and k, alternating
+
+@functools.cache
+def _constants(chunk: int, tile: int, dtype: torch.dtype, device: torch.device) -> _Constants:
+    identity = torch.eye(chunk, dtype=dtype, device=device)
+    sums = torch.ones_like(identity).triu_()
+    inside = sums.mT[:tile, :tile].bool()
+    return _Constants(identity, sums, torch.stack([inside, inside.tril(-1)], dim=1), identity.new_zeros(()))
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """A segment's inputs in chunks, with the decay Gamma from the start of each tile (and through the token itself)
+    times the tiles' lift."""
+
+    tile: _Tile
+    constants: _Constants
+    q: Tensor  # [n, C, K]
+    inside: Tensor  # [n, C, K]: K / Gamma; K itself in tiles of one token, where Gamma may be 0
+    reads: Tensor  # [n, C, 2, K]: Gamma Q and Gamma K, alternating
     beta: Tensor  # [n, C, 1]
-    tile: int
-    decay: Tensor  # [n, C, K]: from the start of its tile through each token
-    through: Tensor  # [n, K, 1]: Gamma_C
+    decay: Tensor  # [n, C, K]: Gamma
+    through: Tensor  # [n, K, 1]: decay through the chunk
 
     @staticmethod
-    def read(rows: _Rows, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, dtype: torch.dtype, tile: int) -> "_Inputs":
+    def read(rows: _Rows, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, dtype: torch.dtype, tile: _Tile) -> "_Inputs":
         n, chunk = rows.shape
-        key = q.shape[-1]
-        x = q.new_empty(n, chunk, 2, key, dtype=dtype)
-        rows.read(q, out=x[:, :, 0])
-        rows.read(k, out=x[:, :, 1])
-        g = rows.read(g, out=x.new_empty(n, chunk, key))
-        beta = rows.read(beta, out=x.new_empty(n, chunk, 1))
+        shape = n, chunk, q.shape[-1]
+        q, k, decay = (rows.read(x, out=q.new_empty(shape, dtype=dtype)) for x in (q, k, g))
+        beta = rows.read(beta, out=decay.new_empty(n, chunk, 1))
         # Not the product of alphas: over many chunks its rounding would add up in the slowest channels.
-        through = g.sum(1).exp_().unsqueeze(-1)
+        through = decay.sum(1).exp_().unsqueeze(-1)
         # Inside a tile the product, more exact than exp of a sum, in log2(tile) steps.
-        decay, half = g.exp_(), 1
-        while half < tile:
-            left, right = decay.view(-1, 2, half, key).unbind(1)
+        decay.exp_()
+        if tile.lift != 1:
+            decay[:, :: tile.size].mul_(tile.lift)
+        half = 1
+        while half < tile.size:
+            left, right = decay.view(-1, 2, half, shape[-1]).unbind(1)
             right *= left[:, -1:]
             half *= 2
-        return _Inputs(x, beta, tile, decay, through)
-
-    def start(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where `_climb` starts, relative to tiles: reads [n, C, 2, K] and writes [n, C, K]; and K / Gamma
-        [n, C, K], the writes' form inside a tile (K itself in tiles of one, where Gamma may be 0)."""
-        q, k = self.x.unbind(2)
-        reads = torch.empty_like(self.x)
+        reads = decay.new_empty(n, chunk, 2, shape[-1])
         # One product for both would run through an inner loop of 64 elements, at half the speed.
-        torch.mul(q, self.decay, out=reads[:, :, 0])
-        torch.mul(k, self.decay, out=reads[:, :, 1])
-        if self.tile == 1:
-            return reads, k.clone(), k
-        inside = k / self.decay
-        writes = inside.view(-1, self.tile, k.shape[-1]) * self.ends()
-        return reads, writes.view_as(inside), inside
+        torch.mul(q, decay, out=reads[:, :, 0])
+        torch.mul(k, decay, out=reads[:, :, 1])
+        if tile.size > 1:
+            k /= decay
+        constants = _constants(chunk, tile.size, dtype, decay.device)
+        return _Inputs(tile, constants, q, k, reads, beta, decay, through)
 
     def ends(self) -> Tensor:
-        """Decay through each tile, [tiles, 1, K]."""
-        return self.decay.view(-1, self.tile, self.decay.shape[-1])[:, -1:]
+        """`decay` through each tile, [tiles, 1, K]."""
+        return self.decay.view(-1, self.tile.size, self.decay.shape[-1])[:, -1:]
+
+    def writes(self) -> Tensor:
+        """K decayed to the end of its tile, [n, C, K]."""
+        if self.tile.size == 1:
+            return self.inside.clone()
+        return (self.inside.view(-1, self.tile.size, self.inside.shape[-1]) * self.ends()).view_as(self.inside)
 
 
 @dataclass(frozen=True)
@@ -362,6 +388,12 @@ class _Saved:
     starts: Tensor  # [n, K, V]: the state before each chunk
 
 
+def _steps(sizes: list[int], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Each tensor cut into steps. Unsafe is what autograd would not know of: there is none here, and without its
+    record of every view the cuts take 4 us and not 7."""
+    return [x.unsafe_split_with_sizes(sizes) for x in tensors]
+
+
 def _run_states(
     segment: _Segment, erase: Tensor, writes: Tensor, through: Tensor, error: Tensor, state: Tensor
 ) -> Tensor:
@@ -371,12 +403,11 @@ def _run_states(
     sizes = [count * heads for count in segment.running]
     state = state.view(-1, *state.shape[2:])
     starts = state.new_empty(len(error), *state.shape[1:])
-    per_step = (x.split(sizes) for x in (starts, error, erase, writes.mT, through))
-    following = [*starts.split(sizes)[1:], starts[:0]]
+    per_step = _steps(sizes, starts, error, erase, writes.mT, through)
     starts[: sizes[0]] = state[: sizes[0]]
-    for after, (start, new, rows, columns, decay) in zip(following, zip(*per_step)):
+    following = [*per_step[0][1:], starts[:0]]
+    for size, going, after, start, new, rows, columns, decay in zip(sizes, [*sizes[1:], 0], following, *per_step):
         new.baddbmm_(rows, start, alpha=-1)
-        going, size = len(after), len(start)
         if going == size:
             torch.mul(start, decay, out=after).baddbmm_(columns, new)
         else:
@@ -403,72 +434,77 @@ def _run_states_back(
     grad_state = grad_state.view(-1, *grad_state.shape[2:])
     ends = torch.empty_like(by_output)
     ends[len(ends) - sizes[-1] :] = grad_state[: sizes[-1]]
-    per_step = [x.split(sizes) for x in (ends, grad_error, by_output, erase.mT, writes, through)]
+    per_step = _steps(sizes, ends, grad_error, by_output, erase.mT, writes, through)
     before = [grad_state[: sizes[0]], *per_step[0][:-1]]
-    for start, (end, new, output, rows, columns, decay) in zip(reversed(before), reversed(list(zip(*per_step)))):
+    steps = list(zip(sizes, [sizes[0], *sizes], before, *per_step))
+    for size, width, start, end, new, output, rows, columns, decay in reversed(steps):
         new.baddbmm_(columns, end)
-        size = len(end)
-        torch.addcmul(output, end, decay, out=start[:size]).baddbmm_(rows, new, alpha=-1)
-        if size < len(start):
-            start[size:] = grad_state[size : len(start)]
+        if width > size:
+            start[size:] = grad_state[size:width]
+            start = start[:size]
+        torch.addcmul(output, end, decay, out=start).baddbmm_(rows, new, alpha=-1)
     return ends
 
 
-def _past(tile: int, like: Tensor) -> Tensor:
-    """[tile, 2, tile] of ones and zeros: what P and L hold inside a tile."""
-    ones = like.new_ones(tile, tile)
-    return torch.stack([ones.tril(), ones.tril(-1)], dim=1)
-
-
-def _score_tiles(inputs: _Inputs, reads: Tensor, inside: Tensor, scores: Tensor) -> None:
+def _score_tiles(inputs: _Inputs, scores: Tensor) -> None:
     """Writes the part of ``scores`` inside tiles."""
-    tile = inputs.tile
+    tile, key = inputs.tile.size, inputs.q.shape[-1]
     if tile == 1:
-        scores[:, :, 0].diagonal(dim1=1, dim2=2).copy_((inputs.x[:, :, 0] * inside).sum(-1))
+        scores[:, :, 0].diagonal(dim1=1, dim2=2).copy_((inputs.q * inputs.inside).sum(-1))
         return
-    rows, columns = reads.view(-1, 2 * tile, reads.shape[-1]), inside.view(-1, tile, reads.shape[-1])
+    rows, columns = inputs.reads.view(-1, 2 * tile, key), inputs.inside.view(-1, tile, key)
     block = torch.bmm(columns, rows.mT).mT.unflatten(1, (tile, 2)).unflatten(0, (len(scores), -1))
-    torch.mul(block, _past(tile, scores), out=_blocks(scores, size=tile, every=tile, below=0))
+    past, zero = inputs.constants.past, inputs.constants.zero
+    torch.where(past, block, zero, out=_blocks(scores, size=tile, every=tile, below=0))
 
 
-def _descend_tiles(
-    inputs: _Inputs, reads: Tensor, inside: Tensor, grad_scores: Tensor, by_row: Tensor, by_column: Tensor
-) -> None:
-    """Adjoint of `_score_tiles` and `_Inputs.start`: the gradients of reads and writes relative to tiles become
-    those of q and k as rows and of k as columns, in place."""
-    tile, key = inputs.tile, by_column.shape[-1]
+def _descend_tiles(inputs: _Inputs, grad_scores: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+    """Adjoint of `_score_tiles` and `_Inputs.read`: the gradients of rows and columns relative to tiles become
+    those of q and k as rows and of k as columns, in place. Returns the gradient of the sum of gates G.
+
+    A decay exp(G_i - G_j) of row i and column j gives to G_i what the row gets and takes from G_j what the column
+    gets, so that gradient needs only what is at hand.
+    """
+    tile, key = inputs.tile.size, by_column.shape[-1]
     if tile > 1:
-        block = _blocks(grad_scores, size=tile, every=tile, below=0) * _past(tile, grad_scores)
+        past, zero = inputs.constants.past, inputs.constants.zero
+        block = torch.where(past, _blocks(grad_scores, size=tile, every=tile, below=0), zero)
         block = block.view(-1, 2 * tile, tile)
-        by_row.view(-1, 2 * tile, key).baddbmm_(block, inside.view(-1, tile, key))
+        by_row.view(-1, 2 * tile, key).baddbmm_(block, inputs.inside.view(-1, tile, key), beta=1 / inputs.tile.lift)
         columns = by_column.view(-1, tile, key)
-        columns.mul_(inputs.ends()).baddbmm_(block.mT, reads.view(-1, 2 * tile, key))
-        by_column /= inputs.decay
-    by_q, by_k = by_row.unbind(2)
+        columns.mul_(inputs.ends()).baddbmm_(block.mT, inputs.reads.view(-1, 2 * tile, key))
+    (q, k), (by_q, by_k) = inputs.reads.unbind(2), by_row.unbind(2)
+    grad_sum = (q * by_q).addcmul_(k, by_k).addcmul_(inputs.inside, by_column, value=-1)
     by_q *= inputs.decay
     by_k *= inputs.decay
-    if tile == 1:
+    if tile > 1:
+        by_column /= inputs.decay
+    else:
         own = grad_scores[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)
-        by_q.addcmul_(own, inside)
-        by_column.addcmul_(own, inputs.x[:, :, 0])
+        by_q.addcmul_(own, inputs.inside)
+        by_column.addcmul_(own, inputs.q)
+    return grad_sum
 
 
 def _forward_segment(
     segment: _Segment, inputs: _Inputs, v: Tensor, state: Tensor, scale: float
 ) -> tuple[Tensor, _Saved]:
     """Outputs [n, C, V]; advances ``state`` in place."""
-    x, beta = inputs.x, inputs.beta
-    n, chunk, _, _ = x.shape
-    scores = x.new_zeros(n, chunk, 2, chunk)
-    reads, writes, inside = inputs.start()
-    _score_tiles(inputs, reads, inside, scores)
-    for level in _climb(inputs.decay, inputs.tile, reads, writes):
+    beta, reads, writes = inputs.beta, inputs.reads, inputs.writes()
+    n, chunk, _ = v.shape
+    scores = v.new_zeros(n, chunk, 2, chunk)
+    _score_tiles(inputs, scores)
+    reads *= 1 / inputs.tile.lift
+    for level in _climb(inputs, reads, writes):
         block, half = torch.bmm(level.columns, level.rows.mT).mT, level.half
         _blocks(scores, size=half, every=2 * half, below=half).copy_(block.view(n, -1, half, 2, half))
-    identity = torch.eye(chunk, dtype=x.dtype, device=x.device).expand(n, -1, -1)
     # From the right: half the time of the left, from the same BLAS.
     inverse = torch.linalg.solve_triangular(
-        scores[:, :, 1] * beta.mT, identity, upper=False, left=False, unitriangular=True
+        scores[:, :, 1] * beta.mT,
+        inputs.constants.identity.expand(n, -1, -1),
+        upper=False,
+        left=False,
+        unitriangular=True,
     )
     writes *= beta
     erase = torch.bmm(inverse, reads[:, :, 1])
@@ -489,13 +525,11 @@ def _backward_segment(
     dV = (I + L Diag(beta))^-T dE, and the rows Y = [dO; -dV] of the reads q and k give the gradients Y S^T of
     Gamma Q and Gamma K, and Y E^T of P Diag(beta) and L Diag(beta).
     """
-    x, beta = inputs.x, inputs.beta
-    n, chunk, _, key = x.shape
-    reads, writes, inside = inputs.start()
-    tile_reads = reads.clone() if inputs.tile > 1 else reads
+    beta, reads, writes = inputs.beta, inputs.reads / inputs.tile.lift, inputs.writes()
+    n, chunk, key = writes.shape
     levels = [
         replace(level, rows=level.rows.clone(), columns=level.columns.clone())
-        for level in _climb(inputs.decay, inputs.tile, reads, writes)
+        for level in _climb(inputs, reads, writes)
     ]
     grad_o = grad_rows[:, :, 0]
     grad_error = torch.bmm((saved.scores[:, :, 0] * beta.mT).mT, grad_o)
@@ -520,17 +554,12 @@ def _backward_segment(
     grad_scores *= beta.view(n, 1, 1, chunk)
     by_column *= beta
     _descend(levels, grad_scores, by_row, by_column)
-    _descend_tiles(inputs, tile_reads, inside, grad_scores, by_row, by_column)
-
-    # A decay exp(G_i - G_j) of row i and column j gives to G_i what the row gets and takes from G_j what the
-    # column gets, so the gradient of G needs only what is at hand; the chunk's end is one more row.
-    q, k = x.unbind(2)
-    by_q, by_k = by_row.unbind(2)
-    grad_sum = (q * by_q).addcmul_(k, by_k - by_column)
-    grad_sum[:, -1] += grad_through
+    grad_sum = _descend_tiles(inputs, grad_scores, by_row, by_column)
+    # The chunk's end is one more row.
+    grad_sum[:, -1].add_(grad_through)
     # Every G_i is a sum over g_1 ... g_i; as a product, since cumsum along a strided dim is slow.
-    sums = x.new_ones(chunk, chunk).triu_()
-    grad_g = torch.bmm(sums.expand(n, -1, -1), grad_sum)
+    grad_g = torch.bmm(inputs.constants.sums.expand(n, -1, -1), grad_sum)
+    by_q, by_k = by_row.unbind(2)
     return by_q, by_column.add_(by_k), grad_v, grad_g, grad_beta
 
 
@@ -560,47 +589,45 @@ class _ChunkKDA(torch.autograd.Function):
         scale: float,
         offsets: list[int],
         dtype: torch.dtype,
-        tile: int,
+        tile: _Tile,
     ) -> tuple[Tensor, Tensor]:
-        plan = _plan(offsets, tile)
-        order = plan.order.to(q.device)
-        state = initial_state.to(dtype)[order]
+        plan = _plan(tuple(offsets), q.shape[2], q.device)
+        state = initial_state.to(dtype)[plan.order]
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
         q_, k_, v_, g_, beta_ = (x.contiguous() for x in (q, k, v, g, beta.unsqueeze(-1)))
-        moves = _moves(plan, q.shape[2], q.device)
         saved: list[Tensor] = []
         with torch.autocast(q.device.type, enabled=False):
-            for segment, rows in zip(plan.segments, moves):
-                inputs = _Inputs.read(rows, q_, k_, g_, beta_, dtype, plan.tile)
-                v_chunks = rows.read(v_, out=inputs.x.new_empty(*rows.shape, v.shape[-1]))
+            for segment, rows in zip(plan.segments, plan.moves):
+                inputs = _Inputs.read(rows, q_, k_, g_, beta_, dtype, tile)
+                v_chunks = rows.read(v_, out=inputs.decay.new_empty(*rows.shape, v.shape[-1]))
                 o_chunks, kept = _forward_segment(segment, inputs, v_chunks, state[segment.first_document :], scale)
                 rows.write(o_chunks, o)
                 saved += [kept.scores, kept.inverse, kept.error, kept.starts]
         ctx.save_for_backward(q, k, v, g, beta, *saved)
-        ctx.plan, ctx.moves, ctx.scale, ctx.dtype, ctx.state_dtype = plan, moves, scale, dtype, initial_state.dtype
+        ctx.plan, ctx.tile, ctx.scale, ctx.dtype, ctx.state_dtype = plan, tile, scale, dtype, initial_state.dtype
         final_state = torch.empty_like(state)
-        final_state[order] = state
+        final_state[plan.order] = state
         return o, final_state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, grad_final_state: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, *saved = ctx.saved_tensors
-        order = ctx.plan.order.to(q.device)
-        grad_state = grad_final_state.to(ctx.dtype)[order]
+        plan = ctx.plan
+        grad_state = grad_final_state.to(ctx.dtype)[plan.order]
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta.unsqueeze(-1))]
         q, k, g, beta, grad_o = (x.contiguous() for x in (q, k, g, beta.unsqueeze(-1), grad_o))
         with torch.autocast(q.device.type, enabled=False):
-            for index in reversed(range(len(ctx.moves))):
-                segment, rows = ctx.plan.segments[index], ctx.moves[index]
-                inputs = _Inputs.read(rows, q, k, g, beta, ctx.dtype, ctx.plan.tile)
-                grad_rows = inputs.x.new_empty(*rows.shape, 2, v.shape[-1])
+            for index in reversed(range(len(plan.segments))):
+                segment, rows = plan.segments[index], plan.moves[index]
+                inputs = _Inputs.read(rows, q, k, g, beta, ctx.dtype, ctx.tile)
+                grad_rows = inputs.decay.new_empty(*rows.shape, 2, v.shape[-1])
                 rows.read(grad_o, out=grad_rows[:, :, 0]).mul_(ctx.scale)
                 kept = _Saved(*saved[4 * index : 4 * index + 4])
                 by_chunk = _backward_segment(segment, inputs, kept, grad_rows, grad_state[segment.first_document :])
                 for grad, to in zip(by_chunk, grads):
                     rows.write(grad.view(*rows.shape, -1), to)
         grad_initial = torch.empty_like(grad_state)
-        grad_initial[order] = grad_state
+        grad_initial[plan.order] = grad_state
         *grads, grad_beta = grads
         return *grads, grad_beta.squeeze(-1), grad_initial.to(ctx.state_dtype), None, None, None, None

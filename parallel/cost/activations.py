@@ -13,6 +13,7 @@ Shapes: T tokens of a cp slice, S = T / tp of them between tensor-parallel regio
 and value of KDA, C = H K, Q query, V value, R latent rank, P shared key, I inner, L latent, E experts, N bank rows.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -50,11 +51,18 @@ def layer_bytes(plan: StepPlan, layer: int, *, policy: str | None = None, rows: 
     moe = plan.model.is_moe(layer)
     if policy == "full":
         closes_inside = plan.model.residual_block is not None and (2 * layer + 1) % plan.model.residual_block == 0
-        kda = _chunk_indices(plan) if plan.model.mixers[layer] == "K" else 0
-        return prefix * (1 + closes_inside) + (_decisions(plan, rows) if moe else 0) + kda
+        return prefix * (1 + closes_inside) + (_decisions(plan, rows) if moe else 0)
     kept = _sublayer(plan, 2 * layer) + (_kda(plan) if plan.model.mixers[layer] == "K" else _mla(plan))
     kept += _sublayer(plan, 2 * layer + 1) + (_experts(plan, rows) if moe else _ffn(plan, plan.model.dense_dim))
     return kept.none if policy == "none" else kept.selective
+
+
+def index_bytes(plan: StepPlan, layers: Iterable[int]) -> float:
+    """Where KDA's chunks are read from and written to: once for all ``layers`` that a microbatch goes through in a row,
+    and held by their graph whatever is recomputed."""
+    if all(plan.model.mixers[layer] != "K" for layer in layers):
+        return 0
+    return plan.tokens * plan.model.kda.heads // plan.parallel.tp * 2 * INDEX
 
 
 def output_bytes(plan: StepPlan) -> float:
@@ -135,13 +143,7 @@ def _kda(plan: StepPlan) -> Kept:
     none = kept + plan.model.hidden_dim * s + convolutions + unit_length + streams + decay + norm
     selective = kept + streams + width * s + width * s
     rates = heads * w * (1 if kda.gate_lower_bound is not None else 2)
-    moves = _chunk_indices(plan)
-    return Kept(plan.tokens * none + rates + moves, plan.tokens * selective + moves)
-
-
-def _chunk_indices(plan: StepPlan) -> float:
-    """Where KDA's chunks are read from and written to, which the graph holds whatever is recomputed."""
-    return plan.tokens * plan.model.kda.heads // plan.parallel.tp * 2 * INDEX
+    return Kept(plan.tokens * none + rates, plan.tokens * selective)
 
 
 def _mla(plan: StepPlan) -> Kept:

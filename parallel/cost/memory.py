@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from model.kernels.situ_glu import SLICE
-from parallel.cost.activations import deferred_bytes, even_rows, layer_bytes, output_bytes
+from parallel.cost.activations import deferred_bytes, even_rows, index_bytes, layer_bytes, output_bytes
 from parallel.cost.plan import Held, StepPlan, held_by
 from parallel.data import IN_FLIGHT
 from parallel.pipeline.schedule import make_schedule, splits_weights
@@ -82,7 +82,8 @@ def rank_memory(
 def stage_bytes(plan: StepPlan, stage: int, *, rows: float) -> float:
     """Bytes that one microbatch leaves in a virtual stage between its forward and its backward."""
     layout, dim = plan.layout, plan.model.hidden_dim
-    total = sum(layer_bytes(plan, layer, rows=rows) for layer in layout.layers(stage))
+    layers = layout.layers(stage)
+    total = sum(layer_bytes(plan, layer, rows=rows) for layer in layers) + index_bytes(plan, layers)
     if stage == layout.last:
         total += output_bytes(plan)
     if stage > 0:

@@ -346,14 +346,14 @@ def test_equal_keys_with_full_steps(gate: float) -> None:
 @pytest.mark.parametrize("bound", [-0.1, -1.0, -5.0, -40.0, -1000.0])
 @pytest.mark.parametrize("offsets", [[0, 130], [0, 5, 5, 12, 75, 130]], ids=["one", "packed"])
 def test_a_known_bound_changes_rounding_only(bound: float, offsets: list[int]) -> None:
-    """Tiles of 32, 32, 8, 1 and 1 tokens."""
+    """Tiles of 32, 32, 16, 2 and 1 tokens."""
     inputs = draw(length=130, documents=len(offsets) - 1, gate=bound)
     cu_seqlens = torch.tensor(offsets)
     expected = run(kda_reference, inputs, cu_seqlens=cu_seqlens)
     assert_close(run(functools.partial(kda_chunk, gate_bound=bound), inputs, cu_seqlens=cu_seqlens), expected)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-12], ids=["gradients-of-1", "gradients-of-1e-12"])
+@pytest.mark.parametrize("scale", [1e12, 1.0, 1e-12], ids="gradients-of-{:g}".format)
 @pytest.mark.parametrize("pattern", ["always", "burst-then-none", "none"])
 def test_a_known_bound_is_exact_in_fp32_at_the_bound(pattern: str, scale: float) -> None:
     """1/Gamma is largest after a tile at the bound; what a decay of nearly 1 then carries must not be lost."""
@@ -361,7 +361,7 @@ def test_a_known_bound_is_exact_in_fp32_at_the_bound(pattern: str, scale: float)
     if pattern != "always":
         inputs["g"][:] = -1e-6
     if pattern == "burst-then-none":
-        inputs["g"][:, torch.arange(256) % 8 < 6] = -5.0
+        inputs["g"][:, torch.arange(256) % 16 < 14] = -5.0
     wide = {name: x.double() for name, x in inputs.items()}
     generator = torch.Generator().manual_seed(2)
     cotangents = [torch.randn(shape, generator=generator) * scale for shape in ((1, 256, 2, 16), (1, 2, 16, 16))]
@@ -372,6 +372,24 @@ def test_a_known_bound_is_exact_in_fp32_at_the_bound(pattern: str, scale: float)
             results[f"grad_{name}"] = results[f"grad_{name}"].double() / scale
     # Where every decay is e^-5, what g gets is a small difference of large sums.
     assert_close(found, expected, rtol=2e-5 if pattern == "always" else 2e-6)
+
+
+def test_large_queries_and_keys_at_the_bound_stay_finite() -> None:
+    """Above a tile's diagonal, where nothing is kept, e^75 times a product of 1e7 is beyond fp32."""
+    inputs = at_gate(-5.0, 64, torch.float32)
+    for name in "qk":
+        inputs[name] *= 3e3
+    inputs["beta"][:] *= 1e-7  # so that the delta rule itself stays tame
+    expected = run(kda_reference, {name: x.double() for name, x in inputs.items()})
+    assert_close(run(BOUNDED, inputs), expected, rtol=2e-5)
+
+
+def test_a_plan_made_for_inference_serves_training() -> None:
+    """The plan of the documents is kept from one call to the next."""
+    inputs = draw(length=77)
+    with torch.inference_mode():
+        kda_chunk(*(inputs[name] for name in NAMES[:5]), gate_bound=-5.0)
+    assert_close(run(BOUNDED, inputs), run(kda_reference, inputs))
 
 
 @pytest.mark.parametrize("bound", [0.1, -math.inf, math.nan])
