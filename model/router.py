@@ -107,12 +107,17 @@ class Router(nn.Module):
 def select_experts(scores_TE: Tensor, bias_E: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     """Top-k of ``scores + bias``; among equal values the lowest expert index wins, on every device.
 
+    Args:
+        scores_TE, bias_E: finite, or the step is skipped anyway.
+        k: below E.
+
     Returns:
         expert_TK int64 in falling order of value, and cutoff_T, the (k + 1)-th value (quantile balancing's
         alpha).
     """
-    # One maximum after another, the first of equal ones each time: top-k does not define which it takes, and a stable
-    # sort of all scores takes four times as long.
+    assert k < scores_TE.shape[1], (k, scores_TE.shape)
+    # One maximum after another, the first of equal ones each time: top-k does not define which it takes, and for
+    # thousands of tokens on a CPU a stable sort of all scores takes four times as long.
     values_TE = scores_TE + bias_E
     chosen = []
     for _ in range(k):

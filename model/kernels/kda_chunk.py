@@ -21,7 +21,9 @@ half (columns), with the decay taken relative to the block's middle:
         4    4 4 4 4                Both are products of alphas, at most 1, and going up a level multiplies
         5    4 4 4 4 1              half of them by the decay of the other half. Nothing overflows, nothing
         6    4 4 4 4 2 2            cancels, so any gate down to -inf is exact; and a row depends on its
-        7    4 4 4 4 2 2 1          own past only, so outputs are causal to the bit.
+        7    4 4 4 4 2 2 1          own past only, so outputs are causal to the bit. Gates' gradients alone
+                                    are differences, of what rows and columns get: their rounding is
+                                    relative to those parts, and shows where strong decay leaves little.
 
 The triangular inverse comes by substitution and not as a power series, hence stable for repeated keys.
 
@@ -29,8 +31,8 @@ The triangular inverse comes by substitution and not as a power series, hence st
 bound of the gate (K3's is -5 a token), tiles of t tokens replace them: inside a tile 1/Gamma, counted from the
 tile's start, is at most exp(-t bound), so (Gamma Q)(K / Gamma)^T is one product, masked. Counted from the start, it
 is as causal as the tree. Gamma times a constant, the lift exp(-t bound / 2) rounded to a power of two, gives the same
-product exactly, and with t bound >= -80 every factor is between 1e-18 and 1e18, far from fp32's ends with room for
-small gradients. Without a bound t is 1 and only the diagonal is left to the tiles.
+product exactly, and with t bound >= -80 every factor inside a tile is between 1e-18 and 1e18: gradients from 1e-21 to
+1e18 have room in fp32. Without a bound t is 1 and only the diagonal is left to the tiles.
 
 **Layout.** Every document is padded to whole chunks; a batch is B documents. Chunks are ordered step-major:
 first chunks of all documents, longest document first, then second chunks, ... so a step of the recurrence
@@ -165,7 +167,9 @@ class _Plan:
     moves: list["_Rows"]
 
 
-@functools.lru_cache(maxsize=1)  # the layers of a step share their documents: 16 T H bytes once and not a layer
+# The layers of a step share their documents, so 16 T H bytes are made and held once and not a layer. Two, because
+# context parallelism calls twice a layer: for the document that goes on from the rank before, and for the others.
+@functools.lru_cache(maxsize=2)
 def _plan(offsets: tuple[int, ...], heads: int, device: torch.device) -> _Plan:
     starts, stops = torch.tensor(offsets[:-1]), torch.tensor(offsets[1:])
     lengths, order = (stops - starts).sort(descending=True, stable=True)
@@ -209,16 +213,12 @@ class _Rows:
     pad: Tensor | None
     runs: list[tuple[int, Tensor]]
 
-    def read(self, x: Tensor, *, out: Tensor) -> Tensor:
-        """Contiguous [B, T, H, D] -> [n, C, D]; padding is zero, whatever the memory around the tokens holds."""
-        to = out.view(-1, *out.shape[2:])
-        if x.dtype == out.dtype:
-            torch.index_select(x.view(-1, x.shape[-1]), 0, self.read_from, out=to)
-        else:
-            to.copy_(x.view(-1, x.shape[-1]).index_select(0, self.read_from))
+    def read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Contiguous [B, T, H, D] -> new [n, C, D]; padding is zero, whatever the memory around the tokens holds."""
+        rows = x.view(-1, x.shape[-1]).index_select(0, self.read_from).to(dtype)
         if self.pad is not None:
-            to.masked_fill_(self.pad, 0)
-        return out
+            rows.masked_fill_(self.pad, 0)
+        return rows.view(*self.shape, -1)
 
     def write(self, x: Tensor, to: Tensor) -> None:
         """[n, C, D] -> ``to``, contiguous [B, T, H, D]."""
@@ -334,9 +334,9 @@ class _Inputs:
 
     tile: _Tile
     constants: _Constants
-    q: Tensor  # [n, C, K]
+    q: Tensor  # [n, C, K], read where a tile is one token
     inside: Tensor  # [n, C, K]: K / Gamma; K itself in tiles of one token, where Gamma may be 0
-    reads: Tensor  # [n, C, 2, K]: Gamma Q and Gamma K, alternating
+    reads: Tensor  # [n, C, 2, K]: Gamma Q and Gamma K, alternating; forward goes on to use it up
     beta: Tensor  # [n, C, 1]
     decay: Tensor  # [n, C, K]: Gamma
     through: Tensor  # [n, K, 1]: decay through the chunk
@@ -344,9 +344,8 @@ class _Inputs:
     @staticmethod
     def read(rows: _Rows, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, dtype: torch.dtype, tile: _Tile) -> "_Inputs":
         n, chunk = rows.shape
-        shape = n, chunk, q.shape[-1]
-        q, k, decay = (rows.read(x, out=q.new_empty(shape, dtype=dtype)) for x in (q, k, g))
-        beta = rows.read(beta, out=decay.new_empty(n, chunk, 1))
+        key = q.shape[-1]
+        q, k, decay, beta = (rows.read(x, dtype) for x in (q, k, g, beta))
         # Not the product of alphas: over many chunks its rounding would add up in the slowest channels.
         through = decay.sum(1).exp_().unsqueeze(-1)
         # Inside a tile the product, more exact than exp of a sum, in log2(tile) steps.
@@ -355,10 +354,10 @@ class _Inputs:
             decay[:, :: tile.size].mul_(tile.lift)
         half = 1
         while half < tile.size:
-            left, right = decay.view(-1, 2, half, shape[-1]).unbind(1)
+            left, right = decay.view(-1, 2, half, key).unbind(1)
             right *= left[:, -1:]
             half *= 2
-        reads = decay.new_empty(n, chunk, 2, shape[-1])
+        reads = decay.new_empty(n, chunk, 2, key)
         # One product for both would run through an inner loop of 64 elements, at half the speed.
         torch.mul(q, decay, out=reads[:, :, 0])
         torch.mul(k, decay, out=reads[:, :, 1])
@@ -389,8 +388,8 @@ class _Saved:
 
 
 def _steps(sizes: list[int], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Each tensor cut into steps. Unsafe is what autograd would not know of: there is none here, and without its
-    record of every view the cuts take 4 us and not 7."""
+    """Each tensor cut into steps. The unsafe cut keeps no record of its views for autograd, which is off here: 4 us and
+    not 7."""
     return [x.unsafe_split_with_sizes(sizes) for x in tensors]
 
 
@@ -592,15 +591,16 @@ class _ChunkKDA(torch.autograd.Function):
         tile: _Tile,
     ) -> tuple[Tensor, Tensor]:
         plan = _plan(tuple(offsets), q.shape[2], q.device)
-        state = initial_state.to(dtype)[plan.order]
+        state = initial_state.to(dtype)[plan.order].contiguous()
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
         q_, k_, v_, g_, beta_ = (x.contiguous() for x in (q, k, v, g, beta.unsqueeze(-1)))
         saved: list[Tensor] = []
         with torch.autocast(q.device.type, enabled=False):
             for segment, rows in zip(plan.segments, plan.moves):
                 inputs = _Inputs.read(rows, q_, k_, g_, beta_, dtype, tile)
-                v_chunks = rows.read(v_, out=inputs.decay.new_empty(*rows.shape, v.shape[-1]))
-                o_chunks, kept = _forward_segment(segment, inputs, v_chunks, state[segment.first_document :], scale)
+                o_chunks, kept = _forward_segment(
+                    segment, inputs, rows.read(v_, dtype), state[segment.first_document :], scale
+                )
                 rows.write(o_chunks, o)
                 saved += [kept.scores, kept.inverse, kept.error, kept.starts]
         ctx.save_for_backward(q, k, v, g, beta, *saved)
@@ -614,7 +614,7 @@ class _ChunkKDA(torch.autograd.Function):
     def backward(ctx: Any, grad_o: Tensor, grad_final_state: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, *saved = ctx.saved_tensors
         plan = ctx.plan
-        grad_state = grad_final_state.to(ctx.dtype)[plan.order]
+        grad_state = grad_final_state.to(ctx.dtype)[plan.order].contiguous()
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta.unsqueeze(-1))]
         q, k, g, beta, grad_o = (x.contiguous() for x in (q, k, g, beta.unsqueeze(-1), grad_o))
         with torch.autocast(q.device.type, enabled=False):
@@ -622,7 +622,7 @@ class _ChunkKDA(torch.autograd.Function):
                 segment, rows = plan.segments[index], plan.moves[index]
                 inputs = _Inputs.read(rows, q, k, g, beta, ctx.dtype, ctx.tile)
                 grad_rows = inputs.decay.new_empty(*rows.shape, 2, v.shape[-1])
-                rows.read(grad_o, out=grad_rows[:, :, 0]).mul_(ctx.scale)
+                torch.mul(rows.read(grad_o, ctx.dtype), ctx.scale, out=grad_rows[:, :, 0])
                 kept = _Saved(*saved[4 * index : 4 * index + 4])
                 by_chunk = _backward_segment(segment, inputs, kept, grad_rows, grad_state[segment.first_document :])
                 for grad, to in zip(by_chunk, grads):

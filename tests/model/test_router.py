@@ -92,6 +92,32 @@ def test_ties_go_to_the_lowest_expert(dtype: torch.dtype) -> None:
     assert chosen.tolist() == [[1, 3, 2]]
 
 
+@settings(max_examples=60)
+@given(
+    tokens=st.integers(0, 9),
+    experts=st.integers(2, 20),
+    steps=st.integers(1, 30),
+    data=st.data(),
+    seed=st.integers(0, 99),
+)
+def test_the_choice_is_that_of_a_stable_sort(
+    tokens: int, experts: int, steps: int, data: st.DataObject, seed: int
+) -> None:
+    """With few distinct scores and a missing one, so that there are ties at every place."""
+    k = data.draw(st.integers(1, experts - 1))
+    generator = torch.Generator().manual_seed(seed)
+    scores, bias = (
+        torch.randint(steps, shape, generator=generator) / steps for shape in ((tokens, experts), (experts,))
+    )
+    scores[torch.rand(scores.shape, generator=generator) < 0.05] = torch.nan
+    before = scores.clone()
+    chosen, cutoff = select_experts(scores, bias, k=k)
+    values, order = torch.sort(scores + bias, dim=1, descending=True, stable=True)
+    assert torch.equal(chosen, order[:, :k])
+    assert torch.equal(cutoff.nan_to_num(9), values[:, k].nan_to_num(9))
+    assert torch.equal(scores.nan_to_num(9), before.nan_to_num(9))
+
+
 def test_zero_router_weight_gives_equal_weights_and_counts_that_add_up() -> None:
     router = Router(16, MoEConfig(experts=8, top_k=3))
     torch.nn.init.zeros_(router.weight)

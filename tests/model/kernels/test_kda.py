@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from model.kernels import kda_chunk as kda_module
 from model.kernels.kda_chunk import CHUNK, kda_chunk
 from model.kernels.kda_reference import kda_reference
 
@@ -385,8 +386,10 @@ def test_large_queries_and_keys_at_the_bound_stay_finite() -> None:
 
 
 def test_a_plan_made_for_inference_serves_training() -> None:
-    """The plan of the documents is kept from one call to the next."""
+    """The plan of the documents and the constants are kept from one call to the next."""
     inputs = draw(length=77)
+    kda_module._plan.cache_clear()
+    kda_module._constants.cache_clear()
     with torch.inference_mode():
         kda_chunk(*(inputs[name] for name in NAMES[:5]), gate_bound=-5.0)
     assert_close(run(BOUNDED, inputs), run(kda_reference, inputs))
@@ -407,6 +410,13 @@ def test_a_gate_below_its_bound() -> None:
 
 
 # --- dtypes and memory ---
+
+
+def test_states_need_not_be_contiguous() -> None:
+    inputs = draw(batch=2, length=40)
+    inputs["initial_state"] = inputs["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
+    cotangents = torch.ones_like(inputs["v"]), torch.randn(2, 2, 6, 8, dtype=torch.float64).transpose(2, 3)
+    assert_close(run(kda_chunk, inputs, cotangents=cotangents), run(kda_reference, inputs, cotangents=cotangents))
 
 
 @FORMS
