@@ -6,7 +6,9 @@ declaration, so no list of name patterns can fall out of step with the model: a 
 is an error, never a silent default.
 
 Initialisation is by name: the generator of a parameter is seeded from (seed, name) and drawn over the
-global shape, so the same weights come out on every mesh, in every order of construction.
+global shape, so the same weights come out on every mesh, in every order of construction. Matrix e of a stack
+(the weights of experts) is drawn as a parameter of its own, from (seed, name, e): a rank draws the experts that
+it holds and no others.
 """
 
 import hashlib
@@ -131,8 +133,34 @@ def seed_from_name(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
+def draw(
+    out: Tensor, *, role: ParamRole, name: str, shape: tuple[int, ...], part: tuple[slice, ...], seed: int, std: float
+) -> None:
+    """Write a parameter's first value, or the part of it that a rank holds, to ``out``.
+
+    Drawn in fp32 on the CPU, then cast and moved. Of a stack of matrices only those of ``part`` are drawn, one at a
+    time; what is cut, cast or moved exists whole beside ``out``, one matrix at a time.
+
+    Args:
+        out: the shape of ``part``; any dtype and device.
+        role, name: of the parameter.
+        shape: global; the first of three dims counts matrices.
+        part: of each dim, as `parallel.sharding.ShardSpec.slices` has it.
+        seed, std: as for `initialize`.
+    """
+    if len(shape) == 3:
+        for matrix, index in zip(out, range(shape[0])[part[0]], strict=True):
+            draw(matrix, role=role, name=f"{name}.{index}", shape=shape[1:], part=part[1:], seed=seed, std=std)
+        return
+    in_place = out.shape == shape and out.dtype == torch.float32 and out.is_cpu and out.is_contiguous()
+    whole = out if in_place else torch.empty(shape, dtype=torch.float32)
+    INITIALISERS[role.init](whole, torch.Generator().manual_seed(seed_from_name(seed, name)), std)
+    if not in_place:
+        out.copy_(whole[part])
+
+
 def initialize(model: nn.Module, *, seed: int, std: float) -> None:
-    """Draw every parameter's first value, in place. Drawn in fp32 on the CPU, then cast and moved.
+    """Draw every parameter's first value, in place.
 
     Args:
         model: any module whose parameters all have roles.
@@ -141,7 +169,5 @@ def initialize(model: nn.Module, *, seed: int, std: float) -> None:
     """
     roles = named_roles(model)
     for name, param in model.named_parameters():
-        generator = torch.Generator().manual_seed(seed_from_name(seed, name))
-        value = torch.empty(param.shape, dtype=torch.float32)
-        INITIALISERS[roles[name].init](value, generator, std)
-        param.copy_(value)
+        whole = (slice(None),) * param.dim()
+        draw(param, role=roles[name], name=name, shape=tuple(param.shape), part=whole, seed=seed, std=std)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.params import INITIALISERS, named_roles, seed_from_name
+from model.params import draw, named_roles
 from parallel.mesh import Axis, Mesh
 from parallel.shard_table import SHARD_TABLE, Layout
 
@@ -107,15 +107,14 @@ def _spec(layout: Layout | None, local_shape: tuple[int, ...], mesh: Mesh) -> Sh
     return ShardSpec(shape=tuple(shape), shards=layout.shards)
 
 
-@torch.no_grad()
 def materialize(model: nn.Module, *, mesh: Mesh, seed: int, std: float) -> None:
     """Give a whole model on the meta device this rank's slices of its first weights, in place, on the CPU in fp32.
 
-    Each value is drawn by name over the global shape and then cut, so it is what `model.params.initialize` draws on
-    one rank, whatever the mesh. Buffers become zeros.
+    They are slices of what `model.params.initialize` draws on one rank, whatever the mesh. Buffers become zeros.
 
     Args:
-        model: built on the meta device, so that the whole model never exists; only one whole parameter at a time does.
+        model: built on the meta device, so that the whole model never exists: beside this rank's slices there is one
+            whole matrix at most.
         mesh: this rank's place.
         seed, std: as for `model.params.initialize`.
     """
@@ -127,9 +126,10 @@ def materialize(model: nn.Module, *, mesh: Mesh, seed: int, std: float) -> None:
         for local, before in list(module.named_parameters(recurse=False)):
             if before not in made:
                 name = f"{prefix}.{local}" if prefix else local
-                whole = torch.empty(specs[name].shape, dtype=torch.float32)
-                INITIALISERS[roles[name].init](whole, torch.Generator().manual_seed(seed_from_name(seed, name)), std)
-                made[before] = nn.Parameter(specs[name].take(whole, mesh) if specs[name].shards else whole)
+                role, shape, part = roles[name], specs[name].shape, specs[name].slices(mesh)
+                value = torch.empty(specs[name].local_shape(mesh), dtype=torch.float32)
+                draw(value, role=role, name=name, shape=shape, part=part, seed=seed, std=std)
+                made[before] = nn.Parameter(value)
             setattr(module, local, made[before])
         for local, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, local, torch.zeros_like(buffer, device="cpu"))

@@ -176,7 +176,7 @@ DATA = (
         sentence="Every rank draws its own first weights.",
         source="https://github.com/pytorch/torchtitan/issues/514",
         mesh=DP,
-        target="parallel.sharding:seed_from_name",
+        target="model.params:seed_from_name",
         mutate=seed_by_rank,
         shows="first *: copies differ between ranks",
     ),

@@ -25,9 +25,8 @@ def sum_experts_with_the_rest(
     original(self, params, axis=axis, axes=dict.fromkeys(params, axis), **options)
 
 
-def draw_the_first_slice(original: Mutate, self: Any, whole: Tensor, mesh: Any) -> Tensor:
-    local = self.local_shape(mesh)
-    return whole[tuple(slice(0, size) for size in local)].clone()
+def draw_the_first_slice(original: Mutate, out: Tensor, *, part: Any, **options: Any) -> None:
+    original(out, part=tuple(slice(0, size) for size in out.shape), **options)
 
 
 class CombineWithEarlierOrder:
@@ -121,7 +120,7 @@ EXPERTS = (
         sentence="Every rank draws its experts as if they were the first ones.",
         source="https://github.com/pytorch/torchtitan/issues/514",
         mesh=EP,
-        target="parallel.sharding:ShardSpec.take",
+        target="parallel.sharding:draw",
         mutate=draw_the_first_slice,
         shows="first of *.experts.*",
     ),

@@ -94,7 +94,7 @@ PIPELINE = (
         sentence="Layers are seeded by their place in the stage.",
         source="https://github.com/pytorch/torchtitan/issues/514",
         mesh=PP,
-        target="parallel.sharding:seed_from_name",
+        target="model.params:seed_from_name",
         mutate=seed_by_place_in_the_stage,
         shows="first of layers.4.*",
     ),

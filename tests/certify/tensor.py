@@ -124,7 +124,7 @@ TENSOR = (
         sentence="Every tp rank begins with the first slice of the weights.",
         source="https://github.com/pytorch/torchtitan/issues/514",
         mesh=TP,
-        target="parallel.sharding:ShardSpec.take",
+        target="parallel.sharding:draw",
         mutate=draw_the_first_slice,
         shows="first of *.mixer.q.weight: *",
     ),

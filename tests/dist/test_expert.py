@@ -20,9 +20,10 @@ from model.seams import ExpertWeights, LocalDispatcher
 from optim.groups import OptimConfig
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.mesh import Axis, Mesh, ParallelConfig, make_mesh
-from tests.dist.parity import Case, check_parity, run_alone, run_on_mesh
+from parallel.sharding import TensorSlice, parameter_specs
+from tests.dist.parity import Case, check_parity, gather, run_alone, run_on_mesh
 from tests.dist.ranks import RankPool
-from tests.model.tiny import tiny_model
+from tests.model.tiny import tiny_config, tiny_model
 from train.build import build_model
 
 OPTIM = OptimConfig(clip_norm=0.05, ns_dtype="fp64", bucket_mb=0.01)
@@ -158,18 +159,21 @@ def test_experts_that_do_not_divide_are_refused() -> None:
         build_model(config, seed=0, dtype=torch.float32, device=torch.device("cpu"), mesh=mesh)
 
 
-def built_slices(config: ParallelConfig) -> dict[str, Tensor]:
-    mesh = make_mesh(config, dist.get_world_size())
-    cpu = torch.device("cpu")
-    return dict(build_model(tiny_model().config, seed=3, dtype=torch.bfloat16, device=cpu, mesh=mesh).state_dict())
+def built_slices(config: ParallelConfig) -> dict[str, TensorSlice]:
+    mesh = make_mesh(config, dist.get_world_size() if dist.is_initialized() else 1)
+    model = build_model(tiny_config(), seed=3, dtype=torch.bfloat16, device=torch.device("cpu"), mesh=mesh)
+    specs = parameter_specs(model, mesh=mesh)
+    return {name: specs[name].place(param.detach(), mesh) for name, param in model.named_parameters()}
 
 
-def test_first_weights_are_those_of_one_rank(pools: dict[int, RankPool]) -> None:
-    cpu = torch.device("cpu")
-    whole = build_model(tiny_model().config, seed=3, dtype=torch.bfloat16, device=cpu).state_dict()
-    ranks = pools[4].run(built_slices, MESHES["dp4-ep4"])
-    for name, value in whole.items():
-        if ".experts." in name:
-            assert torch.equal(torch.cat([rank[name] for rank in ranks]), value), name
-        else:
-            assert all(torch.equal(rank[name], value) for rank in ranks), name
+BUILT = MESHES | {"tp2": ParallelConfig(tp=2, dp=1), "tp2-dp2-ep2": ParallelConfig(tp=2, dp=2, ep=2)}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_first_weights_are_those_of_one_rank(pools: dict[int, RankPool], name: str) -> None:
+    config = BUILT[name]
+    found = gather(pools[config.tp * config.dp].run(built_slices, config))
+    expected = built_slices(ParallelConfig())
+    assert found.keys() == expected.keys()
+    for key, whole in expected.items():
+        assert torch.equal(found[key], whole.local), key

@@ -1,16 +1,20 @@
 """ShardSpec and the plan of home experts: pure arithmetic over made-up meshes."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.config import ModelConfig
-from model.kimi import build_on_meta
+from model.kimi import KimiModel, build_on_meta
+from model.params import INITIALISERS, initialize
 from parallel.data import plan_buckets
 from parallel.expert.planner import place_arrivals, plan_home
 from parallel.mesh import Axis, Mesh
-from parallel.sharding import ShardSpec, parameter_specs
+from parallel.sharding import ShardSpec, materialize, parameter_specs
+from tests.bench.live import LiveMemory, bytes_of
 from tests.model.tiny import FAMILIES, tiny_config
 
 
@@ -85,6 +89,60 @@ def test_shapes_are_global() -> None:
             shape[dim] *= {"ep": 2, "tp": 4}[axis]
         assert spec.shape == tuple(shape)
         assert spec.local_shape(place) == local
+
+
+def materialized(config: ModelConfig, mesh: Mesh) -> KimiModel:
+    model = build_on_meta(config)
+    materialize(model, mesh=mesh, seed=3, std=config.init_std)
+    return model
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rank_draws_its_slices_of_one_ranks_weights(family: str, ep: int, tp: int) -> None:
+    config = tiny_config(family)
+    whole = KimiModel(config)
+    initialize(whole, seed=3, std=config.init_std)
+    specs = parameter_specs(whole, mesh=Mesh())
+    for rank in range(ep * tp):
+        place = Mesh(ep=Axis("ep", None, rank // tp, ep), tp=Axis("tp", None, rank % tp, tp))
+        for name, param in materialized(config, place).named_parameters():
+            assert torch.equal(param, specs[name].take(whole.get_parameter(name), place)), name
+
+
+def test_tied_embeddings_are_drawn_once_and_stay_tied() -> None:
+    config = tiny_config()
+    config.tie_embeddings = True
+    model, whole = materialized(config, Mesh()), KimiModel(config)
+    initialize(whole, seed=3, std=config.init_std)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, whole.head.weight)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_draws_its_own_experts_alone(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    """Of four: neither does it keep the others', nor did they ever exist."""
+    config = tiny_config()
+    config.moe.experts, config.moe.expert_dim = 512, 20
+    filled: list[torch.Size] = []
+
+    def normal(x: torch.Tensor, generator: torch.Generator, std: float) -> None:
+        filled.append(x.shape)
+        x.normal_(0.0, std, generator=generator)
+
+    monkeypatch.setitem(INITIALISERS, "normal", normal)
+    model = build_on_meta(config)
+    specs = parameter_specs(model, mesh=Mesh())
+    place = Mesh(ep=Axis("ep", None, 1, 4), tp=Axis("tp", None, 1, tp))
+    with LiveMemory() as live:
+        materialize(model, mesh=place, seed=3, std=config.init_std)
+    kept = bytes_of([*model.parameters(), *model.buffers()])
+    assert live.now == kept
+    assert live.peak <= kept + 4 * max(math.prod(spec.shape[-2:]) for spec in specs.values())
+    stacks = [spec.shape for spec in specs.values() if len(spec.shape) == 3]
+    # No other parameter has an expert's shape.
+    assert sum(shape in {stack[1:] for stack in stacks} for shape in filled) == len(stacks) * 512 // 4
+    assert max(len(shape) for shape in filled) == 2
 
 
 @settings(deadline=None)  # the machine may be busy

@@ -96,7 +96,7 @@ def test_weights_state_and_biases_are_compared(key: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"losses": [1.0, 1.0]}, "loss of step 1"),
+        ({"losses": [100.0, 1.0]}, "loss of step 1"),
         ({"norms": [0.0, math.nan]}, "gradient norm of step 2"),
         ({"faults": ("step 1 was skipped: not finite",)}, "step 1 was skipped"),
         ({"gradients": []}, "0 updates, not 2"),
