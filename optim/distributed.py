@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model.params import ParamRole
 from optim.adamw import adamw_step
-from optim.exchange import MatrixExchange
+from optim.exchange import make_exchanges
 from optim.groups import OptimConfig, make_groups
 from optim.muon import batch_elements, muon_step, muon_step_cut, plan_batches
 from optim.qk_clip import QKClipTarget, qk_clip
@@ -68,8 +68,8 @@ class ShardedOptimizer:
         self._adamw = {name: group for name, group in groups.items() if group.optimizer == "adamw"}
         limit = batch_elements(dp.device)
         self._batches = plan_batches(list(self._muon.values()), max_elements=limit)
-        self._exchange = MatrixExchange(self._muon_cut, Axis() if tp is None else tp)
-        self._batches_cut = plan_batches(list(self._exchange.share.values()), max_elements=limit)
+        self._exchanges = make_exchanges(self._muon_cut, Axis() if tp is None else tp, round_bytes=config.bucket_bytes)
+        self._batches_cut = [plan_batches(list(x.share.values()), max_elements=limit) for x in self._exchanges]
         # A no-op for fp32 and fp64, where .to returns the parameter's own storage.
         self._masters = {
             name: param.to(torch.promote_types(param.dtype, torch.float32)) for name, param in self._params.items()
@@ -118,7 +118,7 @@ class ShardedOptimizer:
             momenta=self._momenta,
             gradients=gradients,
             groups=self._muon_cut,
-            exchange=self._exchange,
+            exchanges=self._exchanges,
             batches=self._batches_cut,
             lr=lr,
             config=self.config,

@@ -4,8 +4,8 @@
     rank 1 holds  a1 b1 c1                             rank 1                 B        rank 1      a1' b1' c1'
 
 Each matrix goes whole to one rank and is orthogonalised once; every rank gets its share of the work, and a part
-travels only where it is missing. Of a matrix of N elements cut over n ranks, (n - 1) / n N elements travel each way,
-all matrices of a step together in one exchange. Who gets what follows from the shapes alone.
+travels only where it is missing. Of a matrix of N elements cut over n ranks, (n - 1) / n N elements travel each way.
+The matrices of a step come in rounds of bounded size (`parallel.rounds`), each back before the next begins.
 """
 
 import math
@@ -16,92 +16,99 @@ import torch
 from torch import Tensor
 
 from model.params import ParamRole
-from optim.groups import Group, newton_schulz_cost
+from optim.groups import Group
 from parallel.collectives import all_to_all_plain
 from parallel.mesh import Axis
-
-Shape = tuple[int, int, int]
+from parallel.rounds import Round, Shape, plan_rounds
 
 
 class MatrixExchange:
-    """The exchange of one set of parameters over ``axis``.
+    """One round of the exchange over ``axis``.
 
     share: by parameter, the group of the whole matrices that this rank orthogonalises, [n, rows, columns] with n >= 0.
 
     Args:
         groups: Muon groups that are cut over ``axis``, the same on all its ranks.
         axis: tp.
+        portions: which of their matrices are in this round.
     """
 
-    def __init__(self, groups: Mapping[str, Group], axis: Axis) -> None:
+    def __init__(self, groups: Mapping[str, Group], axis: Axis, portions: Round) -> None:
         self.axis = axis
-        self._shapes = {name: group.shape for name, group in groups.items()}
-        self._counts = share_matrices(groups, ranks=axis.size)
+        self._portions = {portion.name: portion for portion in portions}
         # Of a parameter as [n, rows, columns]: which dim is cut, and the part's rows and columns.
         self._dims: dict[str, int] = {}
         self._sides: dict[str, tuple[int, int]] = {}
         self.share: dict[str, Group] = {}
-        for name, group in groups.items():
+        for name, portion in self._portions.items():
+            group = groups[name]
             assert group.cut is not None, name
             dim, parts = group.cut
             assert parts == axis.size, f"{name}: {parts} parts over {axis.name}={axis.size}"
             self._dims[name] = dim + 3 - len(group.shape)
             self._sides[name] = group.shape[-2], group.shape[-1]
             _, rows, columns = group.blocks[0]
-            shape = self._counts[name][axis.rank], rows, columns
+            shape = portion.counts[axis.rank], rows, columns
             self.share[name] = replace(group, shape=shape, blocks=(shape,), role=ParamRole(kind="matrix"), cut=None)
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Views, [n, rows, columns], of what belongs to this round in tensors of the parameters' shapes."""
+        return {
+            name: tensors[name].view(-1, *side)[self._portions[name].start : self._portions[name].stop]
+            for name, side in self._sides.items()
+        }
 
     def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's whole matrices by name, shaped as `share` says.
 
         Args:
-            parts: this rank's part of every parameter, all of one dtype.
+            parts: as `parts` returns them, all of one dtype.
         """
-        cut = {name: parts[name].view(-1, *side).split(self._counts[name]) for name, side in self._sides.items()}
+        cut = [part.split(self._portions[name].counts) for name, part in parts.items()]
         own = self._parts_of(self.axis.rank)
-        arrived = self._swap(list(cut.values()), receive=[_numel(own)] * self.axis.size)
+        arrived = self._swap(cut, receive=[_numel(own)] * self.axis.size)
         sources = [_unpack(flat, own) for flat in arrived]
         return {name: torch.cat([source[name] for source in sources], dim=dim) for name, dim in self._dims.items()}
 
     def scatter(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The way back: this rank's part of every parameter, in the parameter's shape.
+        """The way back: tensors shaped as those that `parts` returns.
 
         Args:
             whole: as `gather` returned them; any dtype.
         """
-        cut = {name: whole[name].chunk(self.axis.size, dim=dim) for name, dim in self._dims.items()}
+        cut = [whole[name].chunk(self.axis.size, dim=dim) for name, dim in self._dims.items()]
         shapes = [self._parts_of(rank) for rank in range(self.axis.size)]
-        arrived = self._swap(list(cut.values()), receive=[_numel(of_rank) for of_rank in shapes])
+        arrived = self._swap(cut, receive=[_numel(of_rank) for of_rank in shapes])
         owners = [_unpack(flat, of_rank) for flat, of_rank in zip(arrived, shapes)]
-        return {name: torch.cat([owner[name] for owner in owners]).view(shape) for name, shape in self._shapes.items()}
+        return {name: torch.cat([owner[name] for owner in owners]) for name in self._dims}
 
     def _parts_of(self, rank: int) -> dict[str, Shape]:
         """Shape of one part of all matrices of each parameter that ``rank`` orthogonalises."""
-        return {name: (self._counts[name][rank], *side) for name, side in self._sides.items()}
+        return {name: (self._portions[name].counts[rank], *side) for name, side in self._sides.items()}
 
     def _swap(self, cut: Sequence[Sequence[Tensor]], *, receive: Sequence[int]) -> Sequence[Tensor]:
         """Of each parameter one piece to every rank, and a flat tensor of such pieces from every rank."""
         by_rank = list(zip(*cut, strict=True))
         send = [sum(piece.numel() for piece in pieces) for pieces in by_rank]
-        leaving = torch.cat([piece.flatten() for pieces in by_rank for piece in pieces])
+        leaving = cut[0][0].new_empty(sum(send))
+        pieces = [piece for pieces in by_rank for piece in pieces]
+        for place, piece in zip(leaving.split([piece.numel() for piece in pieces]), pieces):
+            place.view(piece.shape).copy_(piece)
         return all_to_all_plain(leaving, self.axis, send=send, receive=receive).split(list(receive))
 
 
-def share_matrices(groups: Mapping[str, Group], *, ranks: int) -> dict[str, list[int]]:
-    """How many of each parameter's matrices each rank orthogonalises, in rank order; pure.
+def make_exchanges(groups: Mapping[str, Group], axis: Axis, *, round_bytes: int) -> list[MatrixExchange]:
+    """The rounds of all matrices of ``groups``, in order; no round if there is no group.
 
-    The most expensive matrices first. All ranks get equally many of a parameter's, and those that are left over go
-    one each to the ranks with the least to do, ties to the lowest.
+    Args:
+        groups: Muon groups that are cut over ``axis``, the same on all its ranks.
+        axis: tp.
+        round_bytes: as for `plan_rounds`.
     """
-    counts: dict[str, list[int]] = {}
-    load = [0.0] * ranks
-    costs = {name: newton_schulz_cost(*group.blocks[0][1:]) for name, group in groups.items()}
-    for name in sorted(groups, key=lambda name: -costs[name]):
-        each, rest = divmod(groups[name].blocks[0][0], ranks)
-        lighter = sorted(range(ranks), key=lambda rank: load[rank])[:rest]
-        counts[name] = [each + (rank in lighter) for rank in range(ranks)]
-        load = [done + count * costs[name] for done, count in zip(load, counts[name])]
-    return counts
+    rounds = plan_rounds(
+        {name: group.blocks[0] for name, group in groups.items()}, ranks=axis.size, round_bytes=round_bytes
+    )
+    return [MatrixExchange(groups, axis, portions) for portions in rounds]
 
 
 def _numel(shapes: Mapping[str, Shape]) -> int:

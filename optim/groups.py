@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from model.params import ParamRole, named_roles
+from parallel.rounds import newton_schulz_cost
 from parallel.sharding import ShardSpec
 
 NS_DTYPES: dict[str, torch.dtype | None] = {
@@ -57,7 +58,12 @@ class OptimConfig:
     qk_clip: float = 100.0
     """Largest attention logit of a head before its weights are scaled down; 0 is off."""
     bucket_mb: float = 32.0
-    """Size of a gradient bucket in MiB."""
+    """Size of a gradient bucket in MiB, and of what a rank makes whole in one round of Muon's exchange over tp."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """``bucket_mb`` in bytes."""
+        return int(self.bucket_mb * 2**20)
 
     def errors(self) -> list[str]:
         """Every contradiction in this config, one line each: field, value, rule, remedy."""
@@ -108,12 +114,6 @@ class Group:
         elementwise = _ELEMENTWISE_COST * math.prod(self.shape)
         matrices = sum(count * newton_schulz_cost(rows, columns) for count, rows, columns in self.blocks)
         return elementwise + matrices / (1 if self.cut is None else self.cut[1])
-
-
-def newton_schulz_cost(rows: int, columns: int) -> float:
-    """FLOPs of orthogonalising one matrix: about ``4 r^2 c + 2 r^3`` in each of five steps, for r <= c."""
-    r, c = sorted((rows, columns))
-    return 5 * (4 * r * r * c + 2 * r**3)
 
 
 def make_group(

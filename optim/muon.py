@@ -121,8 +121,8 @@ def muon_step_cut(
     momenta: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],
     groups: Mapping[str, Group],
-    exchange: MatrixExchange,
-    batches: Sequence[MuonBatch],
+    exchanges: Sequence[MatrixExchange],
+    batches: Sequence[Sequence[MuonBatch]],
     lr: float,
     config: OptimConfig,
 ) -> None:
@@ -132,17 +132,32 @@ def muon_step_cut(
 
     Args:
         groups: Muon groups by name, all of them cut.
-        exchange: of these groups.
-        batches: `plan_batches` of ``exchange.share``.
+        exchanges: the rounds of these groups.
+        batches: of each round, `plan_batches` of its ``share``.
     """
     if not groups:
         return
     updates = advance_momenta(momenta, gradients=gradients, groups=groups, config=config)
     decay_weights(masters, groups=groups, lr=lr)
-    found = _orthogonal(exchange.gather(updates), groups=exchange.share, batches=batches, config=config)
+    for exchange, of_round in zip(exchanges, batches, strict=True):
+        _update_round(masters, updates=updates, exchange=exchange, batches=of_round, lr=lr, config=config)
+
+
+def _update_round(
+    masters: Mapping[str, Tensor],
+    *,
+    updates: Mapping[str, Tensor],
+    exchange: MatrixExchange,
+    batches: Sequence[MuonBatch],
+    lr: float,
+    config: OptimConfig,
+) -> None:
+    """One round of `muon_step_cut`; with it the memory of all that travelled ends."""
+    found = _orthogonal(exchange.gather(exchange.parts(updates)), groups=exchange.share, batches=batches, config=config)
+    weights = exchange.parts(masters)
     for name, direction in exchange.scatter(found).items():
-        _, rows, columns = groups[name].blocks[0]
-        masters[name].add_(direction, alpha=-update_scale(lr, rows, columns))
+        _, rows, columns = exchange.share[name].shape
+        weights[name].add_(direction, alpha=-update_scale(lr, rows, columns))
 
 
 def _orthogonal(

@@ -116,8 +116,10 @@ class ParallelConfig:
         if needed != world_size:
             fits = world_size % (self.pp * self.cp * self.tp) == 0
             remedy = "set parallel.dp=0 to take every rank" if fits else "let pp x cp x tp divide what is launched"
+            cuts = [f"parallel.{name}={getattr(self, name)}" for name in ("pp", "cp", "tp") if getattr(self, name) > 1]
+            given = f"parallel.dp={dp}" if self.dp else ", ".join(cuts)
             found.append(
-                f"parallel.dp={dp}: contradicts the {world_size} launched rank(s), since pp x dp x cp x tp = "
+                f"{given}: contradicts the {world_size} launched rank(s), since pp x dp x cp x tp = "
                 f"{self.pp} x {dp} x {self.cp} x {self.tp} = {needed}; launch {needed}, or {remedy}"
             )
         if (dp * self.cp) % self.ep:

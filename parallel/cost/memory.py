@@ -5,10 +5,12 @@
     activations of all microbatches between their forward and backward, as the schedule has them at most
     working     what one operation needs on top: the loss of a chunk of tokens with the head's gradient, or the backward
                 of one layer, which makes again what was not kept
+    exchange    the largest round of matrices cut over tp that the optimizer brings together, when activations are gone
 
 The first four are exact. Activations are those of `parallel.cost.activations`. Of the working memory the largest terms
-are counted, so the sum is an estimate, a few percent off (`python -m tests.bench.parallel` measures it). Buffers of
-collectives are not counted, nor what an allocator loses between blocks.
+are counted, so the sum is an estimate, a few percent off (`python -m tests.bench.parallel` measures it). Not counted
+are the buffers of collectives other than the exchange, Muon's stacks of matrices that are not cut (`optim.muon` bounds
+them), and what an allocator loses between blocks.
 """
 
 import math
@@ -20,6 +22,7 @@ from parallel.cost.activations import deferred_bytes, even_rows, index_bytes, la
 from parallel.cost.plan import Held, StepPlan, held_by
 from parallel.data import IN_FLIGHT
 from parallel.pipeline.schedule import make_schedule, splits_weights
+from parallel.rounds import Round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class Memory:
     optimizer: int
     activations: float
     working: float
+    exchange: int
 
     @property
     def static(self) -> int:
@@ -43,7 +47,7 @@ class Memory:
     @property
     def peak(self) -> float:
         """Most at any time."""
-        return self.static + self.transient + self.activations + self.working
+        return self.static + max(self.transient + self.activations + self.working, self.exchange)
 
 
 def rank_memory(
@@ -76,6 +80,9 @@ def rank_memory(
         ),
         activations=_most_kept(plan, held, rows),
         working=max(_loss_work(plan, held), _layer_work(plan, held, rows)),
+        exchange=max(
+            (_round_work(plan, held, portions) for portions in held.rounds(plan, owned=held.owned)), default=0
+        ),
     )
 
 
@@ -148,3 +155,24 @@ def _layer_work(plan: StepPlan, held: Held, rows: float) -> float:
     dense, routed = plan.tokens * plan.model.dense_dim, rows * plan.model.moe.expert_dim
     inner = max(routed if plan.model.is_moe(layer) else dense for layer in held.layers) / plan.parallel.tp
     return again + 3 * inner * s + 4 * min(inner, SLICE) * w + 2 * plan.tokens * plan.model.hidden_dim * s
+
+
+def _round_work(plan: StepPlan, held: Held, portions: Round) -> int:
+    """Most bytes at once of a round of Muon's exchange, if equal matrices are orthogonalised in one product."""
+    tp, w, s = held.mesh.tp, plan.wide, plan.orthogonal
+    parts = 0
+    pieces: dict[tuple[int, int], list[int]] = {}
+    for portion in portions:
+        _, *sides = held.whole_matrices(portion.name)
+        parts += sum(portion.counts) * math.prod(sides) // tp.size
+        if portion.counts[tp.rank]:
+            pieces.setdefault((sides[0], sides[1]), []).append(portion.counts[tp.rank])
+    stack = 0
+    for (rows, columns), counts in pieces.items():
+        numel, gram = sum(counts) * rows * columns, sum(counts) * min(rows, columns) ** 2
+        copy = numel * w if len(counts) > 1 else 0
+        # Scaled and then cast; later two iterates and two polynomials of the Gram matrix.
+        stack = max(stack, copy + max(numel * (w + (s if s < w else 0)), 2 * (numel + gram) * s))
+    whole = sum(sum(counts) * rows * columns for (rows, columns), counts in pieces.items())
+    gather, scatter = whole * w + max(parts, whole) * w, (2 * whole + parts) * s
+    return max(gather, whole * (w + s) + stack, scatter)

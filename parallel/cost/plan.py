@@ -5,7 +5,7 @@ here is what will be there. No process group is needed: `mesh_at` says where any
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from parallel.grads import EMBEDDING
 from parallel.mesh import Axis, Mesh, ParallelConfig, Traffic, axis_lines
 from parallel.pipeline.layout import PipelineLayout, make_layout
 from parallel.pipeline.stage import keep_part, parameter_stages
+from parallel.rounds import Round, Shape, plan_rounds
 from parallel.sharding import ShardSpec, axis_of, parameter_specs
 
 
@@ -33,7 +34,7 @@ class StepPlan:
     dtype: of the matrices.
     loss_chunk: tokens whose logits exist at once.
     recompute: policy, as in `parallel.recompute.RecomputeConfig`.
-    bucket_bytes: as in `parallel.data.DataParallel`.
+    bucket_bytes: as in `parallel.data.DataParallel`; of a round of Muon's exchange likewise (`parallel.rounds`).
     per_head, output_per_head: whether Muon treats heads one by one, as in the optimizer's config; what it does not
         split so it needs whole.
     newton_schulz: dtype of Muon's results; None: that of sums.
@@ -83,6 +84,11 @@ class StepPlan:
         """Bytes of an element of `dtype_of_sums`."""
         return self.dtype_of_sums.itemsize
 
+    @property
+    def orthogonal(self) -> int:
+        """Bytes of an element of Muon's results."""
+        return (self.newton_schulz or self.dtype_of_sums).itemsize
+
     @cached_property
     def layout(self) -> PipelineLayout:
         """Layers of each pipeline rank."""
@@ -126,6 +132,18 @@ class Held:
         split = role.heads > 1 and (plan.output_per_head if role.by_columns else plan.per_head)
         over_tp = self.mesh.tp.size > 1 and any(axis == "tp" for _, axis in spec.shards)
         return role.kind == "matrix" and over_tp and not split
+
+    def whole_matrices(self, name: str) -> Shape:
+        """(count, rows, columns) of a parameter's matrices, the tp ranks' parts put together."""
+        cut = [dim for dim, axis in self.specs[name].shards if axis == "tp"]
+        sizes = [size * (self.mesh.tp.size if dim in cut else 1) for dim, size in enumerate(self.shapes[name])]
+        *leading, rows, columns = sizes
+        return math.prod(leading), rows, columns
+
+    def rounds(self, plan: StepPlan, *, owned: Iterable[str]) -> tuple[Round, ...]:
+        """Rounds of Muon's exchange between tp ranks that own the parameters ``owned``."""
+        matrices = {name: self.whole_matrices(name) for name in owned if self.is_cut(name, plan)}
+        return plan_rounds(matrices, ranks=self.mesh.tp.size, round_bytes=plan.bucket_bytes)
 
     @property
     def head(self) -> str:

@@ -66,8 +66,8 @@ def step_traffic(
     Args:
         crossing_rows: how many (token, choice) rows of the step, over all expert layers, have their expert on another
             ep rank. None: what even routing makes of it.
-        cost: as for `held_by`, for the parameters of all stages. Only calls depend on it: a rank that owns no matrix
-            cut over tp takes part in no exchange of them.
+        cost: as for `held_by`, for the parameters of all stages. Only calls depend on it: how many rounds of Muon's
+            exchange a rank takes part in is up to the matrices that it owns.
     """
     ledger = _Ledger()
     for stage in range(plan.parallel.pp):
@@ -229,11 +229,10 @@ def _combine(ledger: _Ledger, axis: Axis, whole: int) -> None:
 def _matrix_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
     """Matrices cut over tp to one rank each, which orthogonalises them, and back: `optim.exchange`."""
     tp, stage = held.mesh.tp, held.mesh.stage
-    cut = [name for name in held.shapes if held.is_cut(name, plan)]
-    whole = sum(math.prod(held.shapes[name]) / held.axis(name).size for name in cut)
-    busy = sum(any(name in cut for name in held.buckets.owned_by(rank)) for rank in range(stage.size))
+    whole = sum(math.prod(held.shapes[name]) / held.axis(name).size for name in held.shapes if held.is_cut(name, plan))
+    rounds = sum(len(held.rounds(plan, owned=held.buckets.owned_by(rank))) for rank in range(stage.size))
     ledger.ranks = 1
-    for width in (plan.wide, (plan.newton_schulz or plan.dtype_of_sums).itemsize):
+    for width in (plan.wide, plan.orthogonal):
         # All ranks together send what all of them hold, but for what is at home already.
         sent = whole * stage.size * width * (tp.size - 1) / tp.size
-        ledger.add(tp, "all_to_all", sent / max(busy, 1), times=busy)
+        ledger.add(tp, "all_to_all", sent / max(rounds, 1), times=rounds)

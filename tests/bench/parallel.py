@@ -145,7 +145,7 @@ def plan_of(case: Case, config: ParallelConfig, *, world_size: int) -> StepPlan:
         dtype=case.dtype,
         loss_chunk=LOSS_CHUNK,
         recompute=case.recompute.policy,
-        bucket_bytes=int(OPTIM.bucket_mb * 2**20),
+        bucket_bytes=OPTIM.bucket_bytes,
         sends_linger=True,
     )
 

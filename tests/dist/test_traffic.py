@@ -2,14 +2,22 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
+import optim.distributed
 from model.config import ModelConfig
+from optim.groups import NS_DTYPES
+from optim.muon import muon_step_cut
+from parallel.cost.memory import rank_memory
 from parallel.cost.plan import StepPlan
 from parallel.cost.traffic import step_traffic
-from parallel.mesh import ParallelConfig
+from parallel.mesh import ParallelConfig, make_mesh
+from tests.bench.live import LiveMemory
 from tests.bench.parallel import (
     LENGTH,
     MESHES,
@@ -21,10 +29,11 @@ from tests.bench.parallel import (
     measure,
     off_by,
     plan_of,
+    update_costs,
 )
 from tests.dist.ranks import RankPool
 from tests.model.tiny import tiny_config
-from train.parity import Case
+from train.parity import Case, build
 
 pytestmark = pytest.mark.slow  # steps on many meshes
 
@@ -79,6 +88,13 @@ def test_traffic_of_a_tied_embedding(pool: RankPool, config: ParallelConfig) -> 
     check_traffic(pool, config, tiny_case(config, dtype=torch.float32, tied=True))
 
 
+def test_traffic_of_an_exchange_in_rounds(pool: RankPool) -> None:
+    config = ParallelConfig(tp=2, dp=2, ep=2)
+    case = make_case(SMALL, length=24, microbatches=1, dp=2, dtype=torch.bfloat16)
+    assert step_traffic(plan_of(case, config, world_size=pool.size))["tp all_to_all"].calls > 2 * pool.size
+    check_traffic(pool, config, case)
+
+
 @pytest.mark.parametrize("family", ["linear", "k2"])
 def test_traffic_of_other_models(pool: RankPool, family: str) -> None:
     config = ParallelConfig(cp=2, dp=2, ep=4)
@@ -95,6 +111,38 @@ def test_memory_is_within_a_tenth_of_its_estimate(pool: RankPool, name: str) -> 
         # Between steps to the byte, but for the count of steps; a reduction may still be under way with ZeRO-2.
         assert measured.static == memory.static + 8
         assert abs(off_by(measured, memory)) < 0.1
+
+
+def exchange_memory(case: Case, config: ParallelConfig, world_size: int) -> int:
+    """Most bytes that the exchange of cut matrices takes on top of everything else."""
+    rig = build(case, make_mesh(config, world_size), config)
+    gradients, peaks = rig.dp.owned_gradients(), []
+    known = [*rig.model.parameters(), *rig.optimizer.state_dict().values(), *gradients.values()]
+
+    def watched(masters: dict[str, Tensor], **options: Any) -> None:
+        with LiveMemory(known) as live:
+            muon_step_cut(masters, **options)
+        peaks.append(live.peak)
+
+    with patch.object(optim.distributed, "muon_step_cut", watched):
+        rig.optimizer.step(gradients, lr=0.01)
+    return peaks[0]
+
+
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["tp4", "tp2 dp2 ep2"])
+def test_memory_of_an_exchange(pool: RankPool, name: str, ns_dtype: str) -> None:
+    config, _ = MESHES[name]
+    dp = config.resolved_dp(pool.size)
+    case = make_case(SMALL, length=LENGTH, microbatches=1, dp=dp, dtype=torch.bfloat16)
+    case = dataclasses.replace(case, optim=dataclasses.replace(case.optim, ns_dtype=ns_dtype))
+    plan = dataclasses.replace(plan_of(case, config, world_size=pool.size), newton_schulz=NS_DTYPES[ns_dtype])
+    costs = update_costs(plan)
+    for rank, measured in enumerate(pool.run(exchange_memory, case, config, pool.size)):
+        estimate = rank_memory(plan, rank=rank, cost=costs).exchange
+        assert estimate > 4 * plan.bucket_bytes
+        # Norms are not counted. A thread of gloo may hold on for a while to what was sent and received.
+        assert 0 <= measured - estimate < 2 * plan.bucket_bytes + 2**12
 
 
 def test_memory_of_many_losses_before_the_first_backward(pool: RankPool) -> None:
