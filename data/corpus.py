@@ -79,7 +79,8 @@ def prepare_default_corpus(
                 os.replace(partial, final)
     except OSError as error:
         raise ValueError(
-            f"run.cache={root}: must be writable to keep the default corpus ({error.strerror}); set another"
+            f"run.cache={root}: must be writable and have room for the default corpus ({error.strerror or error}); "
+            "set another"
         ) from error
     return final
 

@@ -56,8 +56,9 @@ class DataConfig:
     """Of the default corpus' tokenizer."""
     validation_fraction: float = 0.02
     """Share of each source's documents that is never trained on; 0 holds out none."""
-    verify: str = "size"
-    """Check of the shards at start. size: sizes and a sample of the ids. hash: all of their bytes too."""
+    verify: str = "auto"
+    """Check of the shards at start. size: sizes and a sample of the ids. hash: all of their bytes too. auto: hash for a
+    source of at most 1 GiB, else size."""
 
     @property
     def default_corpus(self) -> bool:

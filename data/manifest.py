@@ -149,6 +149,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path}: content_hash={expected}: does not match the content; tokenise again")
     if manifest.dtype not in DTYPES:
         raise ValueError(f"{path}: dtype={manifest.dtype}: must be one of {', '.join(DTYPES)}; tokenise again")
+    if manifest.vocab_size - 1 > np.iinfo(DTYPES[manifest.dtype]).max:
+        raise ValueError(
+            f"{path}: vocab_size={manifest.vocab_size}: its ids do not fit dtype={manifest.dtype}, so the tokens are "
+            "not its tokenizer's; tokenise again"
+        )
     return manifest
 
 

@@ -150,7 +150,7 @@ def _publish(path: Path, array: NDArray) -> None:
     """Write a file that is there whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as file:
-        array.tofile(file)
+        file.write(array.data)  # not tofile, whose error does not say why
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

@@ -197,7 +197,13 @@ def _read_lines(piece: Piece, text_field: str) -> Iterator[Document]:
             try:
                 yield _document(json.loads(text), text_field, replaced)
             except ValueError as error:
-                problem = getattr(error, "msg", error)  # without json's own idea of the line
+                problem = str(error)
+                if isinstance(error, json.JSONDecodeError):
+                    # msg is without json's own idea of the line.
+                    problem = (
+                        f"{error.msg}; JSON is read as one object a line, or a .json file as one list, and never as "
+                        "one object over several lines"
+                    )
                 raise ValueError(
                     f"{piece.path}:{_line_number(piece.path, position)}: {problem}; repair or remove the line, "
                     "or leave such files out with --suffix"

@@ -1,8 +1,8 @@
 """A tokenised corpus on disk, read through memory maps.
 
-Opening reads the manifest and compares file sizes; a shard is mapped when its first token is wanted. Documents
-are numbered through all shards in the manifest's order, and their boundaries come from the index alone: an
-end-of-text id inside a document means nothing here.
+Opening reads the manifest and compares the files with it, a small corpus to the byte; a shard is mapped when its
+first token is wanted. Documents are numbered through all shards in the manifest's order, and their boundaries come from
+the index alone: an end-of-text id inside a document means nothing here.
 """
 
 import math
@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 from data.manifest import DTYPES, INDEX_DTYPE, TOKENIZER, Manifest, Shard, read_manifest, sha256_file
 from data.shuffle import make_key, permutation
 
-VERIFY = ("size", "hash")
+VERIFY = ("auto", "size", "hash")
+HASH_BYTES = 2**30
+"""Largest corpus whose bytes "auto" hashes: about a second of one core with SHA instructions, and its reading."""
 SCAN_SHARDS = 16
 SCAN_TOKENS = 4096
 """What the scan for foreign ids reads when a store is opened: so many tokens, evenly spread, of so many shards."""
 COUNT_SHARDS = 256
 """Most shards whose tokens are counted for the unigram entropy."""
+REMEDY = "copy it again, or remove its folder and make the corpus again"
 
 
 class TokenStore:
@@ -41,21 +44,26 @@ class TokenStore:
         self._offsets: dict[int, NDArray[np.int64]] = {}
 
     @classmethod
-    def open(cls, folder: Path | str, *, verify: str = "size", vocab_size: int | None = None) -> "TokenStore":
+    def open(cls, folder: Path | str, *, verify: str = "auto", vocab_size: int | None = None) -> "TokenStore":
         """Open a finished corpus.
 
         Args:
-            verify: "size" compares every file's size; "hash" also its SHA-256, reading it all.
-            vocab_size: ids must be below it; the tokenizer's own size by default.
+            verify: "size" compares every shard's size; "hash" also its SHA-256, reading it all; "auto" is "hash" for
+                a corpus of at most `HASH_BYTES`. The tokenizer's SHA-256 is always compared.
+            vocab_size: the model's, at least the tokenizer's, which is the default.
 
         Raises:
-            ValueError: not a corpus; a shard that is missing, truncated or altered; an id beyond ``vocab_size``.
+            ValueError: not a corpus; a file that is missing, truncated or altered; an id beyond the vocabulary.
         """
         if verify not in VERIFY:
             raise ValueError(f"data.verify={verify}: must be one of {', '.join(VERIFY)}")
         store = cls(Path(folder), read_manifest(Path(folder)))
-        for shard in store.manifest.shards:
-            _check_files(store.folder, shard, itemsize=store._dtype.itemsize, hashes=verify == "hash")
+        _check_hash(store.tokenizer_file, store.manifest.tokenizer_sha256)
+        shards = store.manifest.shards
+        size = sum(shard.bytes + shard.index_bytes for shard in shards)
+        hashes = verify == "hash" or (verify == "auto" and size <= HASH_BYTES)
+        for shard in shards:
+            _check_files(store.folder, shard, itemsize=store._dtype.itemsize, hashes=hashes)
         store.check_ids(store.manifest.vocab_size if vocab_size is None else vocab_size)
         return store
 
@@ -125,37 +133,53 @@ class TokenStore:
             offsets = np.fromfile(self.folder / record.index_file, dtype=INDEX_DTYPE)
             if offsets[0] != 0 or offsets[-1] != record.tokens or (np.diff(offsets) <= 0).any():
                 raise ValueError(
-                    f"{self.folder / record.index_file}: must rise from 0 to {record.tokens}; it was altered; "
-                    "copy it again or tokenise again"
+                    f"{self.folder / record.index_file}: must rise from 0 to {record.tokens}; it was altered; {REMEDY}"
                 )
             self._offsets[shard] = offsets.astype(np.int64, copy=False)
         return self._offsets[shard]
 
     def check_ids(self, vocab_size: int) -> None:
-        """Refuse ids that a model of this vocabulary has no embedding for, by the manifest and by a sampled scan.
+        """Refuse ids that the tokenizer lacks or the model has no embedding for, by manifest and by a sampled scan.
+
+        Args:
+            vocab_size: the model's.
 
         Raises:
-            ValueError: an id is too large.
+            ValueError: an id, or the tokenizer's vocabulary, is too large.
         """
         if self.manifest.vocab_size > vocab_size:
             raise ValueError(
                 f"{self.folder}: its tokenizer has {self.manifest.vocab_size} ids, which must fit into "
                 f"model.vocab_size={vocab_size}; raise that or tokenise with a smaller vocabulary"
             )
-        for shard, ids in self._samples(shards=SCAN_SHARDS, tokens=SCAN_TOKENS):
-            if ids.max() >= vocab_size:
-                raise ValueError(
-                    f"{self.folder / self.manifest.shards[shard].tokens_file}: has the id {ids.max()}, which must be "
-                    f"below {vocab_size}; it was altered; copy it again or tokenise again"
-                )
+        for index, shard in enumerate(self.manifest.shards):
+            self._check_id(index, shard.max_id)
+        for index, ids in self._samples(shards=SCAN_SHARDS, tokens=SCAN_TOKENS):
+            self._check_id(index, int(ids.max()))
 
     def unigram_counts(self, *, most_tokens: int = 2**23) -> NDArray[np.int64]:
-        """How often each id occurs, int64 [vocab_size]; in a sample spread over all shards if there are more tokens."""
+        """How often each id occurs, int64 [vocab_size]; in a sample spread over all shards if there are more tokens.
+
+        Raises:
+            ValueError: an id is too large.
+        """
         shards = max(1, min(COUNT_SHARDS, len(self.manifest.shards)))
         counts = np.zeros(self.manifest.vocab_size, dtype=np.int64)
-        for _, ids in self._samples(shards=shards, tokens=most_tokens // shards):
+        for index, ids in self._samples(shards=shards, tokens=most_tokens // shards):
+            self._check_id(index, int(ids.max()))
             counts += np.bincount(ids, minlength=len(counts))
         return counts
+
+    def _check_id(self, shard: int, largest: int) -> None:
+        """
+        Raises:
+            ValueError: the largest id of a shard, or of a sample of it, is beyond the tokenizer's vocabulary.
+        """
+        if largest >= self.manifest.vocab_size:
+            raise ValueError(
+                f"{self.folder / self.manifest.shards[shard].tokens_file}: has the id {largest}, which must be below "
+                f"{self.manifest.vocab_size}, the tokenizer's vocabulary; it was altered; {REMEDY}"
+            )
 
     def _samples(self, *, shards: int, tokens: int) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
         """(shard, about ``tokens`` ids, evenly spread in runs of 256) of at most ``shards`` evenly spread shards."""
@@ -195,7 +219,7 @@ def split_documents(n: int, *, fraction: float, key: int) -> tuple[NDArray[np.in
     if n < 2:
         raise ValueError(
             f"data.validation_fraction={fraction}: {n} document(s) cannot be split in two; add documents or "
-            "set data.validation_fraction=0"
+            "set data.validation_fraction=0 evaluate.every=0"
         )
     held_out = min(n - 1, max(1, math.floor(fraction * n + 0.5)))
     order = permutation(n, key=make_key("split", key))
@@ -208,10 +232,9 @@ def _check_files(folder: Path, shard: Shard, *, itemsize: int, hashes: bool) -> 
     Raises:
         ValueError: naming the file.
     """
-    remedy = "copy it again or tokenise again"
     if shard.bytes != shard.tokens * itemsize:
         raise ValueError(
-            f"{folder / shard.tokens_file}: {shard.bytes} bytes for {shard.tokens} tokens of {itemsize} bytes; {remedy}"
+            f"{folder / shard.tokens_file}: {shard.bytes} bytes for {shard.tokens} tokens of {itemsize} bytes; {REMEDY}"
         )
     for name, size, digest in (
         (shard.tokens_file, shard.bytes, shard.tokens_sha256),
@@ -221,8 +244,24 @@ def _check_files(folder: Path, shard: Shard, *, itemsize: int, hashes: bool) -> 
         try:
             found = path.stat().st_size
         except FileNotFoundError:
-            raise ValueError(f"{path}: is missing; {remedy}") from None
+            raise ValueError(f"{path}: is missing; {REMEDY}") from None
         if found != size:
-            raise ValueError(f"{path}: is {found} bytes and must be {size}, so it is truncated or altered; {remedy}")
-        if hashes and sha256_file(path) != digest:
-            raise ValueError(f"{path}: its SHA-256 is not the manifest's, so it was altered; {remedy}")
+            raise ValueError(f"{path}: is {found} bytes and must be {size}, so it is truncated or altered; {REMEDY}")
+        if hashes:
+            _check_hash(path, digest)
+
+
+def _check_hash(path: Path, digest: str) -> None:
+    """Compare a file's SHA-256 with the manifest's.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    try:
+        found = sha256_file(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: is missing; {REMEDY}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error}); {REMEDY}") from None
+    if found != digest:
+        raise ValueError(f"{path}: its SHA-256 is not the manifest's, so it was altered; {REMEDY}")

@@ -46,7 +46,7 @@ from data.manifest import (
 from data.shards import Encoder, write_shard
 from data.sources import Inputs, Unit, plan_inputs, read_unit
 from data.store import TokenStore
-from data.tokenizer import train_bpe
+from data.tokenizer import MIN_VOCAB_SIZE, train_bpe
 
 BYTES_PER_TOKEN = 4
 """How much text is taken to give one token when shards are planned; their true sizes follow the text."""
@@ -81,6 +81,11 @@ class Options:
             found.append("--source: at least one is needed; name a file, a folder or hub:NAME")
         if (self.tokenizer is None) == (self.train_vocab_size is None):
             found.append("--tokenizer: must be given, or --train-tokenizer, and not both; choose one")
+        if self.train_vocab_size is not None and self.train_vocab_size < MIN_VOCAB_SIZE:
+            found.append(
+                f"--train-tokenizer={self.train_vocab_size}: must be at least {MIN_VOCAB_SIZE}, the bytes and the "
+                "special tokens; raise it"
+            )
         if self.train_vocab_size is not None and self.eos_token is not None:
             found.append("--eos-token: is for a tokenizer that is given; leave it out with --train-tokenizer")
         found += [f"--suffix={suffix}: must begin with a dot" for suffix in self.suffixes if suffix[:1] != "."]

@@ -63,9 +63,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"tokenizer={path}: cannot be read ({error.strerror}); name a tokenizer.json") from None
+        raise ValueError(f"--tokenizer={path}: cannot be read ({error.strerror}); name a tokenizer.json") from None
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"tokenizer={path}: is not a tokenizer.json ({error}); name one") from None
+        raise ValueError(f"--tokenizer={path}: is not a tokenizer.json ({error}); name one") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True

@@ -1,5 +1,6 @@
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -136,6 +137,21 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"run.cache=.*file/cache: must be writable"):
         prepare_default_corpus(tmp_path / "file/cache", vocab_size=300, library=small_library(tmp_path / "library"))
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """A limit on a file's size, which the tokenizer fits into and the tokens do not, stands for the disk."""
+    library = small_library(tmp_path / "library", functions=4000)
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        with pytest.raises(
+            ValueError, match=r"run.cache=.*: must be writable and have room .* \(File too large\); set"
+        ):
+            prepare_default_corpus(tmp_path / "cache", vocab_size=300, library=library)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.glob("cache/.*.partial/*")].count("tokenizer.json") == 1
 
 
 def test_waiting_ends(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data import store as store_module
 from data.manifest import dtype_name, read_manifest
 from data.store import SCAN_SHARDS, TokenStore, split_documents, unigram_entropy
 from tests.data.corpora import write_corpus
@@ -34,7 +35,8 @@ def test_no_such_document(tmp_path: Path) -> None:
         write_corpus(tmp_path, SHARDS).document(6)
 
 
-def test_2500_shards_open_within_a_second_and_stay_unmapped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verify", ["auto", "size"])
+def test_2500_shards_open_within_a_second_and_stay_unmapped(tmp_path: Path, verify: str) -> None:
     manifest = write_corpus(tmp_path, [[[5, 1]]]).manifest
     names = [f"shard-{index:05d}" for index in range(2500)]
     for name in names[1:]:
@@ -43,7 +45,7 @@ def test_2500_shards_open_within_a_second_and_stay_unmapped(tmp_path: Path) -> N
     shards = tuple(replace(manifest.shards[0], name=name) for name in names)
     replace(manifest, shards=shards).write(tmp_path)
     started = time.perf_counter()
-    store = TokenStore.open(tmp_path)
+    store = TokenStore.open(tmp_path, verify=verify)
     assert time.perf_counter() - started < 1.0
     assert mapped_shards(tmp_path) <= 2 * SCAN_SHARDS
     assert store.document(2499).tolist() == [5, 1]
@@ -62,13 +64,19 @@ class TestDamage:
         with pytest.raises(ValueError, match=rf"{file}: is \d+ bytes and must be \d+, so it is truncated"):
             TokenStore.open(tmp_path)
 
-    def test_altered_byte_is_found_by_hash(self, tmp_path: Path, file: str) -> None:
+    def test_altered_byte_is_found_by_hash(self, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
         write_corpus(tmp_path, SHARDS)
         path = tmp_path / file
         content = bytearray(path.read_bytes())
         content[0] ^= 1
         path.write_bytes(content)
         TokenStore.open(tmp_path, verify="size")
+        for verify in ("hash", "auto"):
+            with pytest.raises(ValueError, match=f"{file}: its SHA-256 is not the manifest's"):
+                TokenStore.open(tmp_path, verify=verify)
+        # 11 tokens of 2 bytes and 6 + 3 offsets of 8: one byte more than is hashed unasked.
+        monkeypatch.setattr(store_module, "HASH_BYTES", 93)
+        TokenStore.open(tmp_path, verify="auto")
         with pytest.raises(ValueError, match=f"{file}: its SHA-256 is not the manifest's"):
             TokenStore.open(tmp_path, verify="hash")
 
@@ -77,6 +85,30 @@ class TestDamage:
         (tmp_path / file).unlink()
         with pytest.raises(ValueError, match=f"{file}: is missing"):
             TokenStore.open(tmp_path)
+
+
+@pytest.mark.parametrize("verify", ["auto", "size", "hash"])
+class TestTokenizerFile:
+    """It is needed first when text is generated, long after the start."""
+
+    def test_missing(self, tmp_path: Path, verify: str) -> None:
+        write_corpus(tmp_path, SHARDS)
+        (tmp_path / "tokenizer.json").unlink()
+        with pytest.raises(ValueError, match=r"/tokenizer.json: is missing; copy it again, or remove its folder"):
+            TokenStore.open(tmp_path, verify=verify)
+
+    def test_altered(self, tmp_path: Path, verify: str) -> None:
+        write_corpus(tmp_path, SHARDS)
+        (tmp_path / "tokenizer.json").write_text("[]")
+        with pytest.raises(ValueError, match=r"/tokenizer.json: its SHA-256 is not the manifest's.*; copy it again"):
+            TokenStore.open(tmp_path, verify=verify)
+
+    def test_unreadable(self, tmp_path: Path, verify: str) -> None:
+        write_corpus(tmp_path, SHARDS)
+        (tmp_path / "tokenizer.json").unlink()
+        (tmp_path / "tokenizer.json").mkdir()
+        with pytest.raises(ValueError, match=r"/tokenizer.json: cannot be read \(Is a directory\); copy it again"):
+            TokenStore.open(tmp_path, verify=verify)
 
 
 def test_intact_corpus_passes_hash(tmp_path: Path) -> None:
@@ -152,9 +184,18 @@ class TestIdType:
 
     def test_uint32_file_is_not_read_as_uint16(self, tmp_path: Path) -> None:
         manifest = write_corpus(tmp_path, [[[0, 65535, 65536, 70000]]], vocab_size=129280).manifest
-        replace(manifest, dtype="uint16").write(tmp_path)
+        replace(manifest, dtype="uint16", vocab_size=65536).write(tmp_path)
         with pytest.raises(ValueError, match=r"shard-00000.tokens: 16 bytes for 4 tokens of 2 bytes"):
             TokenStore.open(tmp_path)
+
+    @pytest.mark.parametrize("vocab_size", [65537, 70000])
+    def test_vocabulary_beyond_the_id_type(self, tmp_path: Path, vocab_size: int) -> None:
+        manifest = write_corpus(tmp_path, SHARDS).manifest
+        replace(manifest, vocab_size=vocab_size).write(tmp_path)
+        with pytest.raises(ValueError, match=rf"vocab_size={vocab_size}: its ids do not fit dtype=uint16"):
+            TokenStore.open(tmp_path)
+        replace(manifest, vocab_size=65536).write(tmp_path)
+        assert TokenStore.open(tmp_path).num_tokens == 11
 
     def test_unknown_id_type(self, tmp_path: Path) -> None:
         manifest = write_corpus(tmp_path, SHARDS).manifest
@@ -168,11 +209,28 @@ class TestIdType:
             TokenStore.open(tmp_path, vocab_size=299)
         assert TokenStore.open(tmp_path, vocab_size=300).num_documents == 6
 
-    def test_foreign_ids_are_found_by_the_scan(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("vocab_size", [300, 5000], ids=["model-as-tokenizer", "larger-model"])
+    def test_foreign_ids_are_found_by_the_scan(self, tmp_path: Path, vocab_size: int) -> None:
         write_corpus(tmp_path, [[[7] * 100_000]], vocab_size=300)
         np.full(100_000, 300, dtype="<u2").tofile(tmp_path / "shard-00000.tokens")
         with pytest.raises(ValueError, match=r"shard-00000.tokens: has the id 300, which must be below 300"):
-            TokenStore.open(tmp_path)
+            TokenStore.open(tmp_path, verify="size", vocab_size=vocab_size)
+
+    def test_foreign_ids_that_the_scan_misses(self, tmp_path: Path) -> None:
+        write_corpus(tmp_path, [[[7] * 100_000]], vocab_size=348)
+        ids = np.full(100_000, 7, dtype="<u2")
+        ids[1000] = 65033
+        ids.tofile(tmp_path / "shard-00000.tokens")
+        store = TokenStore.open(tmp_path, verify="size", vocab_size=8192)
+        foreign = r"shard-00000.tokens: has the id 65033, which must be below 348, .*; it was altered; copy it again"
+        with pytest.raises(ValueError, match=foreign):
+            store.unigram_counts()
+
+    def test_foreign_ids_in_the_manifest(self, tmp_path: Path) -> None:
+        manifest = write_corpus(tmp_path, SHARDS).manifest
+        replace(manifest, vocab_size=11).write(tmp_path)
+        with pytest.raises(ValueError, match=r"shard-00002.tokens: has the id 11, which must be below 11"):
+            TokenStore.open(tmp_path, verify="size")
 
 
 def test_unigram_entropy_closed_form(tmp_path: Path) -> None:
@@ -203,7 +261,9 @@ def test_split_depends_on_the_key_and_may_be_empty_only_by_wish() -> None:
     )
     training, validation = split_documents(3, fraction=0, key=0)
     assert (training.tolist(), validation.tolist()) == ([0, 1, 2], [])
-    with pytest.raises(ValueError, match=r"data.validation_fraction=0.1: 1 document\(s\) cannot be split"):
+    with pytest.raises(ValueError, match=r"data.validation_fraction=0.1: 1 document\(s\) cannot be split") as error:
         split_documents(1, fraction=0.1, key=0)
+    # What the remedy leaves must be a config that can run.
+    assert str(error.value).endswith("set data.validation_fraction=0 evaluate.every=0")
     with pytest.raises(ValueError, match=r"data.validation_fraction=1.0: must be at least 0 and below 1"):
         split_documents(5, fraction=1.0, key=0)

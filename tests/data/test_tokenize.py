@@ -214,7 +214,7 @@ class TestTokenizer:
         path = tmp_path / "t.json"
         if content is not None:
             path.write_text(content)
-        with pytest.raises(ValueError, match=r"tokenizer=.*t.json: (cannot be read|is not a tokenizer.json)"):
+        with pytest.raises(ValueError, match=r"^--tokenizer=.*t.json: (cannot be read|is not a tokenizer.json)"):
             load_tokenizer(path)
 
 
@@ -251,6 +251,15 @@ class TestSources:
         as_lines = lines(tmp_path / "lines.json", {"body": "3"}, {"body": "4"})
         tokenize(options(array, as_lines, tokenizer=tokenizer, text_field="body"), tmp_path / "out")
         assert texts_of(tmp_path / "out") == ["1", "2", "3", "4"]
+
+    @pytest.mark.parametrize(("name", "rows"), [("in.json", {"text": "1"}), ("in.jsonl", [{"text": "1"}])])
+    def test_json_over_several_lines(self, tmp_path: Path, tokenizer: Path, name: str, rows: object) -> None:
+        (tmp_path / name).write_text(json.dumps(rows, indent=1))
+        problem = (
+            rf"{name}:1: Expecting .*; JSON is read as one object a line, or a .json file as one list, and never as"
+        )
+        with pytest.raises(ValueError, match=problem):
+            tokenize(options(tmp_path / name, tokenizer=tokenizer), tmp_path / "out")
 
     def test_bad_element_of_a_json_array(self, tmp_path: Path, tokenizer: Path) -> None:
         (tmp_path / "in.json").write_text('[{"text": "1"}, 2]')
@@ -483,11 +492,13 @@ class TestCommand:
             ([], ["--source: at least one", "--tokenizer: must be given"]),
             (["--source", "x", "--tokenizer", "t", "--train-tokenizer", "300"], ["--tokenizer: must be given"]),
             (["--source", "x", "--train-tokenizer", "300", "--eos-token", "e"], ["--eos-token: is for a tokenizer"]),
+            (["--source", "x", "--train-tokenizer", "100"], ["--train-tokenizer=100: must be at least 259"]),
+            (["--source", __file__, "--tokenizer", "/nope"], ["--tokenizer=/nope: cannot be read"]),
             (["--source", "x", "--tokenizer", "t", "--workers", "0"], ["--workers=0: must be at least 1"]),
             (["--source", "x", "--tokenizer", "t", "--suffix", "py"], ["--suffix=py: must begin with a dot"]),
             (["--source", "x", "--tokenizer", "t", "--shard-tokens", "0"], ["--shard-tokens=0: must be at least 1"]),
         ],
-        ids=["nothing", "both", "eos-of-trained", "workers", "suffix", "shards"],
+        ids=["nothing", "both", "eos-of-trained", "small", "no-such-tokenizer", "workers", "suffix", "shards"],
     )
     def test_wrong_options(
         self, tmp_path: Path, arguments: list[str], problems: list[str], capsys: pytest.CaptureFixture[str]
