@@ -6,6 +6,7 @@ they cannot disagree. Covers Kimi K3 and Kimi Linear (`KimiLinearForCausalLM` na
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -21,6 +22,93 @@ SUBLAYERS = 2
 DEFAULT_PADDING = 0
 
 
+# What a released config must say, and of which kind; null is not a value of these.
+REQUIRED: dict[str, type] = {
+    "vocab_size": int,
+    "hidden_size": int,
+    "intermediate_size": int,
+    "num_hidden_layers": int,
+    "num_attention_heads": int,
+    "hidden_act": str,
+    "rms_norm_eps": float,
+    "kv_lora_rank": int,
+    "qk_nope_head_dim": int,
+    "qk_rope_head_dim": int,
+    "v_head_dim": int,
+    "mla_use_nope": bool,
+    "num_experts": int,
+    "num_experts_per_token": int,
+    "moe_intermediate_size": int,
+    "moe_renormalize": bool,
+    "routed_scaling_factor": float,
+    "first_k_dense_replace": int,
+    "linear_attn_config": dict,
+    "linear_attn_config.kda_layers": list,
+    "linear_attn_config.full_attn_layers": list,
+    "linear_attn_config.num_heads": int,
+    "linear_attn_config.head_dim": int,
+    "linear_attn_config.short_conv_kernel_size": int,
+}
+# What it may leave out or hold as null.
+OPTIONAL: dict[str, type] = {
+    "q_lora_rank": int,
+    "mla_use_output_gate": bool,
+    "rope_theta": float,
+    "num_key_value_heads": int,
+    "num_shared_experts": int,
+    "routed_expert_hidden_size": int,
+    "latent_moe_use_norm": bool,
+    "attn_res_block_size": int,
+    "activation_situ_beta": float,
+    "activation_situ_linear_beta": float,
+    "pad_token_id": int,
+    "tie_word_embeddings": bool,
+    "linear_attn_config.use_full_rank_gate": bool,
+    "linear_attn_config.gate_lower_bound": float,
+}
+# What changes the function and has one value here (the first; the others say the same), and what to do about others.
+UNFIT = "a model trained with another value cannot be loaded"
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "model_type": (("kimi_linear",), "other families have other tensors; " + UNFIT),
+    "moe_router_activation_func": (("sigmoid",), UNFIT),
+    "moe_layer_freq": ((1,), UNFIT),
+    "topk_method": (("noaux_tc",), UNFIT),
+    "num_expert_group": ((1, None), "experts are not routed by groups; " + UNFIT),
+    "num_nextn_predict_layers": ((0, None), "layers that predict further tokens are not built; remove key and tensors"),
+    "attention_bias": ((False, None), "projections have no bias; " + UNFIT),
+    "attention_dropout": ((0, None), "there is no dropout; set it to 0 to train on without"),
+    "pruned_heads": (({}, None), UNFIT),
+    "add_cross_attention": ((False, None), UNFIT),
+    "cross_attention_hidden_size": ((None,), UNFIT),
+    "is_encoder_decoder": ((False, None), UNFIT),
+    "tie_encoder_decoder": ((False, None), UNFIT),
+    "quantization_config": ((None,), "packed tensors are not read; unpack them to floating point and remove the key"),
+}
+# What does not change the function that is computed of token ids. The released code reads no `head_dim` and no
+# `use_grouped_topk`, and `topk_group` only with several groups; `top_k` is that of sampling.
+_IGNORED = """
+    _name_or_path _commit_hash architectures auto_map dtype torch_dtype transformers_version initializer_range
+    use_cache head_dim use_grouped_topk topk_group max_position_embeddings model_max_length
+    bos_token_id eos_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    tokenizer_class prefix finetuning_task task_specific_params problem_type id2label label2id num_labels
+    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate is_decoder
+    chunk_size_feed_forward torchscript tf_legacy_loss use_bfloat16
+    do_sample temperature top_k top_p typical_p num_beams num_beam_groups diversity_penalty early_stopping
+    min_length max_length length_penalty exponential_decay_length_penalty repetition_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens num_return_sequences
+    remove_invalid_values
+"""
+IGNORED = frozenset(_IGNORED.split())
+# Checked where positions are rotated, ignored where they are not.
+ROTARY = ("rope_scaling", "rope_parameters")
+ACTIVATIONS = {"situ": "situ", "silu": "swiglu"}
+_ONE_EXPERT = (
+    "num_experts_per_token=1 with moe_renormalize=true: the released code does not renormalise the weight of a single "
+    "expert, this model would; set moe_renormalize=false"
+)
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping", list: "a list"}
+
+
 @dataclass(frozen=True)
 class Row:
     """One Hugging Face tensor: ``theirs``, our name, which expert of a stack, and the shape it has there."""
@@ -33,88 +121,157 @@ class Row:
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a released ``config.json``.
+    """ModelConfig of a released ``config.json`` (of Kimi K3: of its ``text_config``).
 
     Raises:
-        ValueError: a field this model cannot honour (grouped top-k, an unknown activation, layer lists that
-            do not cover every layer once).
+        ValueError: what is missing, unknown or not what this model computes, all of it, one line each.
     """
+    problems = _config_problems(config)
+    if problems:
+        raise ValueError("\n".join(problems))
     linear = config["linear_attn_config"]
-    if config.get("use_grouped_topk") and config.get("num_expert_group", 1) not in (None, 1):
-        raise ValueError(
-            f"num_expert_group={config['num_expert_group']}: routing by expert groups is not supported; use 1"
-        )
-    activations = {"situ": "situ", "silu": "swiglu"}
-    if config["hidden_act"] not in activations:
-        raise ValueError(f"hidden_act={config['hidden_act']!r}: must be one of {', '.join(activations)}")
-    block = config.get("attn_res_block_size")
-    bound = linear.get("gate_lower_bound")
+    situ = config["hidden_act"] == "situ"
+    block, theta = config.get("attn_res_block_size"), config.get("rope_theta")
     return ModelConfig(
         vocab_size=config["vocab_size"],
         hidden_dim=config["hidden_size"],
-        layers=_pattern_from_hf(config),
+        layers="".join("K" if i + 1 in linear["kda_layers"] else "M" for i in range(config["num_hidden_layers"])),
         dense_layers=config["first_k_dense_replace"],
         dense_dim=config["intermediate_size"],
-        activation=activations[config["hidden_act"]],
-        situ_beta=config.get("activation_situ_beta") or ModelConfig.situ_beta,
-        situ_linear_beta=config.get("activation_situ_linear_beta") or ModelConfig.situ_linear_beta,
+        activation=ACTIVATIONS[config["hidden_act"]],
+        situ_beta=config["activation_situ_beta"] if situ else ModelConfig.situ_beta,
+        situ_linear_beta=config["activation_situ_linear_beta"] if situ else ModelConfig.situ_linear_beta,
         residual_block=None if block is None else block * SUBLAYERS,
         norm_eps=config["rms_norm_eps"],
         padding_id=config.get("pad_token_id", DEFAULT_PADDING),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(config.get("tie_word_embeddings")),
         kda=KDAConfig(
             heads=linear["num_heads"],
             head_dim=linear["head_dim"],
             conv_size=linear["short_conv_kernel_size"],
-            gate_lower_bound=bound,
-            full_rank_output_gate=bool(linear.get("use_full_rank_gate", False)),
+            gate_lower_bound=linear.get("gate_lower_bound"),
+            full_rank_output_gate=bool(linear.get("use_full_rank_gate")),
         ),
         mla=MLAConfig(
             heads=config["num_attention_heads"],
-            q_rank=config["q_lora_rank"],
+            q_rank=config.get("q_lora_rank"),
             kv_rank=config["kv_lora_rank"],
             nope_dim=config["qk_nope_head_dim"],
             rope_dim=config["qk_rope_head_dim"],
             value_dim=config["v_head_dim"],
-            output_gate=bool(config.get("mla_use_output_gate", False)),
-            rotary=not config.get("mla_use_nope", False),
-            rope_theta=config.get("rope_theta", MLAConfig.rope_theta),
+            output_gate=bool(config.get("mla_use_output_gate")),
+            rotary=not config["mla_use_nope"],
+            rope_theta=MLAConfig.rope_theta if theta is None else theta,
         ),
         moe=MoEConfig(
             experts=config["num_experts"],
             top_k=config["num_experts_per_token"],
             expert_dim=config["moe_intermediate_size"],
             latent_dim=config.get("routed_expert_hidden_size"),
-            latent_norm=bool(config.get("latent_moe_use_norm", False)),
-            shared_experts=config["num_shared_experts"] or 0,
+            latent_norm=bool(config.get("latent_moe_use_norm")),
+            shared_experts=config.get("num_shared_experts") or 0,
             routed_scaling=config["routed_scaling_factor"],
             renormalize=config["moe_renormalize"],
         ),
     )
 
 
-def _pattern_from_hf(config: Mapping[str, Any]) -> str:
+def _config_problems(config: Mapping[str, Any]) -> list[str]:
+    """Everything in a released config that keeps it from being this model, one line each."""
+    if "text_config" in config:
+        return [
+            "text_config: this is the config of the whole multimodal model, of which the language model is built; give "
+            "config['text_config'] and the tensors under 'language_model.', without that prefix"
+        ]
+    keys = dict(config)
+    linear = keys.get("linear_attn_config")
+    if isinstance(linear, Mapping):
+        keys |= {f"linear_attn_config.{key}": value for key, value in linear.items()}
+    # What lies in a mapping that is itself missing is not missed one by one.
+    found = [
+        f"{key}: missing; the model cannot be built without it, so add it as the checkpoint has it"
+        for key in REQUIRED
+        if key not in keys and ("." not in key or isinstance(linear, Mapping))
+    ]
+    for key, value in keys.items():
+        kind = REQUIRED.get(key) or OPTIONAL.get(key)
+        if kind is not None and not _is_a(value, kind) and not (value is None and key in OPTIONAL):
+            null = " or null" if key in OPTIONAL else ""
+            found.append(f"{key}={shortened(value)}: must be {_KINDS[kind]}{null}; correct it")
+    if not found:
+        found = _contradictions(config)
+    for key, value in keys.items():
+        if key in FIXED:
+            allowed, remedy = FIXED[key]
+            # By type too: True is not a 1 of a config.
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+                found.append(f"{key}={shortened(value)}: must be {allowed[0]!r}; {remedy}")
+        elif not any(key in known for known in (REQUIRED, OPTIONAL, IGNORED, ROTARY)):
+            found.append(
+                f"{key}={shortened(value)}: unknown key, so nothing here computes it; remove it from the config if "
+                "the model's function does not depend on it"
+            )
+    return found
+
+
+def _contradictions(config: Mapping[str, Any]) -> list[str]:
+    """What keys of the right kinds say together that this model does not compute."""
+    found = []
+    act = config["hidden_act"]
+    if act not in ACTIVATIONS:
+        found.append(f"hidden_act={act!r}: must be one of {', '.join(ACTIVATIONS)}; {UNFIT}")
+    if act == "situ":
+        for key in ("activation_situ_beta", "activation_situ_linear_beta"):
+            if not (config.get(key) or 0) > 0:
+                found.append(f"{key}={config.get(key)}: must be above 0 with hidden_act='situ'; {UNFIT}")
+    heads, shared = config["num_attention_heads"], config.get("num_key_value_heads")
+    if shared not in (None, heads):
+        found.append(f"num_key_value_heads={shared}: must be num_attention_heads={heads}; {UNFIT}")
+    if not config["mla_use_nope"]:
+        for key in ROTARY:
+            if config.get(key) is not None:
+                found.append(
+                    f"{key}={shortened(config[key])}: must be null with mla_use_nope=false, for angles are not scaled; "
+                    "remove it if it only repeats rope_theta"
+                )
+    if config["num_experts_per_token"] == 1 and config["moe_renormalize"]:
+        found.append(_ONE_EXPERT)
     layers = config["num_hidden_layers"]
-    kda = set(config["linear_attn_config"]["kda_layers"])
-    mla = set(config["linear_attn_config"]["full_attn_layers"])
-    if kda & mla or kda | mla != set(range(1, layers + 1)):
-        raise ValueError(
-            f"kda_layers={sorted(kda)} and full_attn_layers={sorted(mla)}: must name each of the layers "
-            f"1..{layers} exactly once"
+    kda, mla = (config["linear_attn_config"][name] for name in ("kda_layers", "full_attn_layers"))
+    named = kda + mla
+    if len(named) != layers or any(layer not in named for layer in range(1, layers + 1)):
+        found.append(
+            f"kda_layers={kda} and full_attn_layers={mla}: must name each of the layers 1..{layers} exactly once; "
+            "correct num_hidden_layers or the lists"
         )
-    return "".join("K" if layer in kda else "M" for layer in range(1, layers + 1))
+    return found
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether a value of a config is of ``kind``; JSON may write a number without its fraction."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, int | float) if kind is float else isinstance(value, Mapping if kind is dict else kind)
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The released config's keys for a ModelConfig.
 
     Raises:
-        ValueError: an attention-residual block that is not a whole number of layers.
+        ValueError: an attention-residual block that is not a whole number of layers, or what the released code has
+            no key for and computes otherwise.
     """
     block = config.residual_block
     if block is not None and block % SUBLAYERS:
         raise ValueError(
             f"model.residual_block={block}: Hugging Face counts whole layers, so the block must be even to be exported"
+        )
+    if config.moe.top_k == 1 and config.moe.renormalize:
+        raise ValueError(_ONE_EXPERT)
+    if config.latent_norm_eps != ModelConfig.latent_norm_eps:
+        raise ValueError(
+            f"model.latent_norm_eps={config.latent_norm_eps}: the released code has {ModelConfig.latent_norm_eps} and "
+            "no key for it, so no other value can be exported"
         )
     situ = config.activation == "situ"
     kda, mla, moe = config.kda, config.mla, config.moe
