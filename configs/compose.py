@@ -1,6 +1,5 @@
 """Compose a RunConfig from run.yaml, groups, an experiment and the command line; strict throughout."""
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.overrides import override_error, unknown_key, wrong_value
 from configs.schema import RunConfig, flatten, register
 
 
@@ -27,14 +27,15 @@ def compose_config(overrides: Sequence[str]) -> RunConfig:
         ConfigError: an unknown key or group option, a wrong type, or a malformed override; one line that names
             the nearest known key.
     """
+    overrides = [quote_rule(override) for override in overrides]
     for override in overrides:
-        if override.startswith("-"):
-            raise ConfigError(f"{override}: unknown option; --help lists them, and keys are set as KEY=VALUE")
+        if (problem := override_error(override)) is not None:
+            raise ConfigError(problem.replace("\n", r"\n"))
     register()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("configs", version_base="1.3"):
-            composed = compose("run", overrides=[quote_rule(override) for override in overrides])
+            composed = compose("run", overrides=overrides)
         refuse_unknown(flatten(OmegaConf.to_container(composed)))
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
@@ -60,12 +61,6 @@ def refuse_unknown(names: Iterable[str]) -> None:
             raise ConfigError(unknown_key(name))
 
 
-def unknown_key(name: str) -> str:
-    """What to say of a key that does not exist."""
-    near = difflib.get_close_matches(name, flatten(RunConfig()), n=1, cutoff=0.5)
-    return f"{name}: unknown key" + (f"; did you mean {near[0]}?" if near else "; --cfg prints all keys")
-
-
 def explain(error: BaseException) -> str:
     """One line for an error of Hydra's or OmegaConf's, with the nearest known name."""
     messages = [str(error)]
@@ -81,13 +76,14 @@ def explain(error: BaseException) -> str:
     unknown = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' (?:is )?not in", text)
     if unknown:
         return unknown_key(full_key[1] if full_key else unknown[1])
-    malformed = re.search(r"Error parsing override '(.*)'", text)
-    if malformed:
-        return f"{malformed[1]}: is not KEY=VALUE ({detail}); quote values with spaces or brackets"
-    option = re.search(r"Could not find '([^']+)'.*?Available options in '[^']+':(.*?)(?:Config search|$)", text, re.S)
-    if option:
-        choices = ", ".join(sorted(set(option[2].split())))
-        return f"{option[1].replace('/', '=', 1)}: unknown choice; available: {choices}"
-    override = re.search(r"Error merging override (\S+)=", text)
+    override = re.search(r"Error merging override \+*(\S+?)=(.*)", text)
     key = full_key or override
-    return f"{key[1]}: {detail}" if key else detail
+    if key is None:
+        return detail
+    value = re.search(r"Value '(.*)' of type|Value '(.*)' is not|to string: '(.*)'$", detail)
+    if value:
+        return wrong_value(key[1], value[value.lastindex or 0], detail)
+    if override and key[1] == override[1]:
+        return wrong_value(key[1], override[2], detail)
+    remedy = r"; ${KEY} takes the value of another key, and \${ is plain text" if "nterpolation" in detail else ""
+    return f"{key[1]}: {detail}{remedy}"

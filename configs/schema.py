@@ -5,6 +5,8 @@ in them is refused, wherever it comes from.
 """
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +73,15 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
         *config.routing.errors(),
         *_routing_errors(config),
     ]
+    infinite = {name: value for name, value in _floats(dataclasses.asdict(config)) if not math.isfinite(value)}
+    # Said once: a field's own rule may refuse it as well.
+    found = [problem for problem in found if problem.split("=")[0] not in infinite]
+    found += [f"{name}={value}: must be a finite number; give one" for name, value in infinite.items()]
+    if config.evaluate.every > 0 and config.data.validation_fraction == 0:
+        found.append(
+            f"evaluate.every={config.evaluate.every}: contradicts data.validation_fraction=0, which holds out no text "
+            "to evaluate on; set evaluate.every=0 or raise data.validation_fraction"
+        )
     tp, ep, cp = config.parallel.tp, config.parallel.ep, config.parallel.cp
     if tp > 1 and not config.model.errors():
         found += cut_errors(config.model, tp=tp)
@@ -90,6 +101,18 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
             f"model.vocab_size={config.model.vocab_size}; raise that or lower data.vocab_size"
         )
     return found
+
+
+def _floats(tree: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted name, value) of every float in nested dicts and lists."""
+    if isinstance(tree, float):
+        yield name, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _floats(value, f"{name}.{key}" if name else key)
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from _floats(value, f"{name}[{index}]")
 
 
 def _grouped_product_errors(config: RunConfig) -> list[str]:

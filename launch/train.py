@@ -4,15 +4,16 @@
     python -m launch.train run.dir=runs/mine train.steps=50
 
 The same command with the same run folder resumes. Exit status: 0 done, 1 the run failed (what was saved is
-intact), 2 the configuration or data cannot be used.
+intact), 2 the configuration or data cannot be used, 130 interrupted (Ctrl-C).
 """
 
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -31,13 +32,16 @@ from train.checkpoint import CheckpointError
 from train.loop import TrainingFailed, train
 from train.progress import ProgressDisplay
 from train.report import write_report
-from train.run_folder import RunLock, has_progress, read_config, write_config, write_facts
+from train.run_folder import CONFIG_FILE, RunLock, explained, has_progress, read_config, write_config, write_facts
 
 USAGE = """usage: [torchrun --nproc-per-node=N] -m launch.train [--cfg] [KEY=VALUE ...]
 
 KEY=VALUE   override a config key or choose a group: train.steps=50, model=kimi_k3_small
 --cfg       print the effective config and exit
 """
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as of a command that the signal ended."""
 
 
 def main(arguments: list[str]) -> int:
@@ -61,6 +65,13 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         # A machine's own storage: perhaps no other rank sees it.
         return complain(error, rank=0, status=1) if world_size == 1 else fail(error, rank=rank)
+    except MemoryError as error:
+        # Of one rank alone; with several, `run` has dealt with it.
+        return complain(error, rank=0, status=1)
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("interrupted: the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
+        return INTERRUPTED
 
 
 def check(config: RunConfig, *, world_size: int, rank: int) -> None:
@@ -73,9 +84,14 @@ def check(config: RunConfig, *, world_size: int, rank: int) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     folder = Path(config.run.dir)
-    saved = read_config(folder)
-    if saved is None or not has_progress(folder):
-        return
+    with explained(folder):
+        saved = read_config(folder)
+        if saved is None or not has_progress(folder):
+            return
+    if unknown := sorted(str(name) for name in saved.keys() - asdict(config).keys()):
+        raise ConfigError(
+            f"{folder / CONFIG_FILE}: has {', '.join(unknown)}, which no config has; restore it or set another run.dir"
+        )
     allowed, refused = differences(saved, config)
     if refused:
         lines = "\n".join(f"  {line}" for line in refused)
@@ -102,16 +118,45 @@ def run(config: RunConfig, *, world_size: int, rank: int) -> int:
             # Without it a rank may tear down its connections while another still uses them.
             dist.barrier()
         return status
-    except (CheckpointError, TrainingFailed):
-        # The same on all ranks.
+    except KeyboardInterrupt:
+        if world_size > 1:
+            # So that what other ranks run into is not taken for the first failure.
+            first_to_fail()
         raise
     except Exception as error:
-        if world_size == 1:
+        if was_interrupted(error):
+            raise KeyboardInterrupt from error
+        if isinstance(error, CheckpointError | TrainingFailed):
+            # The same on all ranks.
             raise
-        return fail(error, rank=rank)
+        short = too_little_memory(error, device=device)
+        if world_size > 1:
+            return fail(short or error, rank=rank)
+        if short is None:
+            raise
+        raise short from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def was_interrupted(error: BaseException) -> bool:
+    """Whether the error came up while the end after Ctrl-C was under way, as where other ranks have gone already."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, KeyboardInterrupt):
+        link = link.__cause__ or link.__context__
+    return link is not None
+
+
+def too_little_memory(error: Exception, *, device: torch.device) -> MemoryError | None:
+    """One line for what torch says at length where an allocation fails; None for another error."""
+    wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+    if wanted is None or not isinstance(error, RuntimeError):
+        return None
+    return MemoryError(
+        f"{device}: not enough memory: {wanted[1]} more were asked for at once; lower batch.microbatch or "
+        "batch.length, choose a smaller model or more recompute, or spread it over more ranks"
+    )
 
 
 def fail(error: Exception, *, rank: int) -> int:
@@ -119,7 +164,7 @@ def fail(error: Exception, *, rank: int) -> int:
 
     Only the first rank to fail says it in full: what the others run into is that it has gone.
     """
-    expected = isinstance(error, ValueError | OSError)
+    expected = isinstance(error, ValueError | OSError | MemoryError)
     if not first_to_fail():
         print(f"rank {rank} ends because another failed first: {error}".splitlines()[0], file=sys.stderr)
     elif expected:
@@ -145,8 +190,6 @@ def train_on(config: RunConfig, *, device: torch.device, rank: int) -> int:
     """Build the run on this rank and train it to its end."""
     folder = Path(config.run.dir)
     first = rank == 0
-    if first:
-        folder.mkdir(parents=True, exist_ok=True)
     with RunLock(folder) if first else nullcontext():
         built = build_run(
             mesh=build_mesh(config.parallel, timeout=timedelta(seconds=config.run.timeout)),
@@ -170,12 +213,20 @@ def train_on(config: RunConfig, *, device: torch.device, rank: int) -> int:
             train(built)
             return 0
         # Only now: a command that could not be built must not lay claim to the folder.
-        write_config(folder, asdict(config))
-        write_facts(folder, built.facts)
+        with explained(folder):
+            write_config(folder, asdict(config))
+            write_facts(folder, built.facts)
         print_heading(config, built.facts, begun_at=built.progress.step)
-        with ProgressDisplay(config.train.steps, start_step=built.progress.step) as display:
-            train(built, on_step=display.update)
-        print(f"run folder: {folder}\nreport:     {write_report(folder)}")
+        try:
+            with ProgressDisplay(config.train.steps, start_step=built.progress.step) as display:
+                train(built, on_step=display.update)
+        except BaseException:
+            # A run that failed is the one whose curves are wanted; what stops the report must not hide why.
+            with suppress(Exception):
+                write_report(folder)
+            raise
+        with explained(folder):
+            print(f"run folder: {folder}\nreport:     {write_report(folder)}")
     return 0
 
 

@@ -219,7 +219,11 @@ class ModelConfig:
 
     def _moe_errors(self) -> list[str]:
         moe, found = self.moe, []
-        if not 1 <= moe.top_k < moe.experts:
+        if moe.experts == 1:
+            found.append(
+                "model.moe.experts=1: must be at least 2, since model.moe.top_k lies in 1..experts-1; raise it"
+            )
+        elif not 1 <= moe.top_k < moe.experts:
             found.append(
                 f"model.moe.top_k={moe.top_k}: must lie in 1..{moe.experts - 1}, below "
                 f"model.moe.experts={moe.experts}; lower top_k or raise experts"

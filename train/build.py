@@ -10,7 +10,7 @@ from data.loader import DataConfig, DataPosition, Loader, open_loader
 from model.config import ModelConfig
 from model.kimi import KimiModel
 from model.mla import MLA
-from model.params import named_roles
+from model.params import named_roles, seed_from_name
 from model.precision import set_precision
 from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
@@ -31,7 +31,7 @@ from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
 from train.metrics import TrackerConfig, TrackerSet, load_run_id, make_trackers
 from train.phases import BatchConfig, ScheduleConfig
 from train.routing_trace import RoutingRecorder
-from train.run_folder import CHECKPOINTS, ROUTING_FILE
+from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.settings import EvaluateSettings, RunSettings, TrainSettings
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, sum_over_ranks
@@ -47,10 +47,12 @@ class Progress:
     tokens: the token clock.
     learning_rate: of the last step; the schedule derives the next one from ``tokens``.
     position: where the data continues.
+    data: `data_identity` of what the position is of; empty if a checkpoint from before it was kept was the last.
     skipped, skipped_in_a_row: updates that were not made.
     """
 
     position: DataPosition
+    data: tuple[str, ...] = ()
     step: int = 0
     tokens: int = 0
     learning_rate: float = 0.0
@@ -73,7 +75,8 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Progress":
         """Back from `to_state`."""
-        return cls(**(state | {"position": DataPosition.from_json(state["position"])}))
+        position = DataPosition.from_json(state["position"])
+        return cls(**(state | {"position": position, "data": tuple(state.get("data", ()))}))
 
 
 @dataclass
@@ -185,7 +188,7 @@ def build_optimizer(
         parts=None if layout is None else parameter_stages(model, layout),
         pinned=() if tied_to(model, mesh=mesh) is None else (EMBEDDING,),
         zero=zero,
-        bucket_bytes=int(config.bucket_mb * 2**20),
+        bucket_bytes=config.bucket_bytes,
         cost={name: group.cost for name, group in groups.items()},
     )
     targets = qk_clip_targets(model, tp=mesh.tp) if config.qk_clip > 0 else []
@@ -223,8 +226,9 @@ def build_run(
         config_dict: the effective config, for trackers that show it.
 
     Raises:
-        ValueError: the data cannot be used with this model or batch.
+        ValueError: the data cannot be used with this model or batch, or is not what the checkpoint continues on.
         CheckpointError: checkpoints exist and none can be loaded.
+        OSError: the run folder cannot be written.
     """
     folder = Path(settings.dir)
     loader = open_loader(data, cache=Path(settings.cache), vocab_size=model_config.vocab_size, seed=settings.seed)
@@ -250,9 +254,21 @@ def build_run(
         keep=checkpoint.keep,
         asynchronous=checkpoint.asynchronous,
     )
+    torch.manual_seed(seed_from_name(settings.seed, f"rank {mesh.world.rank}"))
     progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
+    check_data(progress, loader)
+    progress.data = data_identity(loader)
     rule = parse_rule(routing.force)
     peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.world.group)
+    with explained(folder):
+        tracker_set = make_trackers(
+            trackers,
+            run_dir=folder,
+            run_id=load_run_id(folder) if mesh.world.rank == 0 else "",
+            config_dict=config_dict,
+            resume_step=progress.step,
+            rank=mesh.world.rank,
+        )
     return Run(
         folder=folder,
         mesh=mesh,
@@ -263,14 +279,7 @@ def build_run(
         stepper=Stepper(pipeline, dp=dp, optimizer=optimizer),
         loader=loader,
         checkpoints=store,
-        trackers=make_trackers(
-            trackers,
-            run_dir=folder,
-            run_id=load_run_id(folder) if mesh.world.rank == 0 else "",
-            config_dict=config_dict,
-            resume_step=progress.step,
-            rank=mesh.world.rank,
-        ),
+        trackers=tracker_set,
         throughput=Throughput(flops_per_token=training_flops(model_config, length=batch.length), peak=peak),
         batch=batch,
         schedule=schedule,
@@ -291,6 +300,28 @@ def build_run(
             "precision": train.precision,
         },
     )
+
+
+def data_identity(loader: Loader) -> tuple[str, ...]:
+    """The content hash of each source: what decides which samples a position means, wherever the data lies."""
+    return tuple(source.store.manifest.content_hash for source in loader.sources)
+
+
+def check_data(progress: Progress, loader: Loader) -> None:
+    """Refuse to continue on other data than the checkpoint's; one from before its identity was kept is taken as is.
+
+    Raises:
+        ValueError: naming each source that differs.
+    """
+    if not progress.data:
+        return
+    sources = zip(loader.sources, progress.data, data_identity(loader), strict=True)
+    other = [f"{source.store.folder} (content_hash {old} -> {new})" for source, old, new in sources if old != new]
+    if other:
+        raise ValueError(
+            f"data.sources: step {progress.step} was trained on other data than is now in {', '.join(other)}, so its "
+            "position would point at other samples; restore the data, or set another run.dir to begin anew"
+        )
 
 
 def make_recorder(
@@ -319,8 +350,8 @@ def checkpoint_tensors(
 ) -> dict[str, TensorSlice]:
     """What this rank saves, under globally unique names: what it owns; a stage's first rank adds the router biases.
 
-    ``model/<parameter>``, ``model/<buffer>``, ``optim/<state>`` and ``rng/<rank>/cpu``. Of a tied embedding that two
-    pipeline ranks hold, the first one's.
+    ``model/<parameter>``, ``model/<buffer>``, ``optim/<state>``, ``rng/<rank>/cpu`` and, where the model is on a GPU,
+    ``rng/<rank>/cuda``. Of a tied embedding that two pipeline ranks hold, the first one's.
     """
     params = dict(model.named_parameters())
     tensors = {f"model/{name}": params[name].detach() for name in dp.owned_names}
@@ -331,8 +362,17 @@ def checkpoint_tensors(
     if tied is not None and tied.rank > 0:
         again = (f"model/{EMBEDDING}", f"optim/{EMBEDDING}/")
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(again)}
-    tensors |= {f"rng/{mesh.world.rank}/cpu": torch.get_rng_state()}
+    tensors |= {f"rng/{mesh.world.rank}/{kind}": state for kind, state in random_states(model).items()}
     return place_tensors(tensors, model=model, mesh=mesh)
+
+
+def random_states(model: KimiModel) -> dict[str, torch.Tensor]:
+    """State of torch's generators, uint8 [n] on the host: "cpu", and "cuda" of the GPU that the model is on."""
+    states = {"cpu": torch.get_rng_state()}
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def place_tensors(tensors: dict[str, torch.Tensor], *, model: KimiModel, mesh: Mesh) -> dict[str, TensorSlice]:
@@ -350,22 +390,23 @@ def resume(
 ) -> Progress | None:
     """Load the newest verified checkpoint, whatever the mesh that saved it; None if there is none.
 
-    A rank that had no counterpart when saving keeps its freshly seeded random state.
+    A rank, or a GPU, that had no counterpart when saving keeps its random state: `build_run` has seeded it.
     """
     step = store.latest()
     if step is None:
         return None
-    rng_name = f"rng/{mesh.world.rank}/cpu"
     wanted = {f"model/{name}": param.detach() for name, param in model.named_parameters()}
     wanted |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     optimizer_state = {
         name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in optimizer.state_names().items()
     }
     wanted |= {f"optim/{name}": value for name, value in optimizer_state.items()}
-    rng = torch.get_rng_state()
-    if rng_name in store.names(step):
-        wanted[rng_name] = rng
+    random, names = random_states(model), store.names(step)
+    named = {f"rng/{mesh.world.rank}/{kind}": value for kind, value in random.items()}
+    wanted |= {name: value for name, value in named.items() if name in names}
     state = store.load(step, tensors=place_tensors(wanted, model=model, mesh=mesh), ignore=("rng/",))
     optimizer.load_state_dict(optimizer_state)
-    torch.set_rng_state(rng)
+    torch.set_rng_state(random["cpu"])
+    if "cuda" in random:
+        torch.cuda.set_rng_state(random["cuda"], next(model.parameters()).device)
     return Progress.from_state(state)

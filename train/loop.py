@@ -15,6 +15,7 @@ from train.evaluate import sample_text, validation_loss
 from train.metrics import StepMetrics, reduce_over_ranks
 from train.phases import learning_rate_factor
 from train.report import write_report
+from train.run_folder import explained
 from train.step import StepResult
 
 
@@ -179,8 +180,9 @@ def check_health(run: Run) -> None:
     if progress.skipped_in_a_row >= run.train.max_skipped:
         raise TrainingFailed(
             f"step {progress.step}: {progress.skipped_in_a_row} updates in a row had a non-finite loss or gradient "
-            f"(train.max_skipped={run.train.max_skipped}); the samples are in {run.folder / 'metrics.jsonl'}; lower "
-            "optim.lr or inspect them; the last checkpoint is intact"
+            f"(train.max_skipped={run.train.max_skipped}); look at the samples (sample_ids in "
+            f"{run.folder / 'metrics.jsonl'}), or begin again with a lower optim.lr in another run.dir, since this one "
+            "keeps its optimizer; the last checkpoint is intact"
         )
 
 
@@ -205,7 +207,8 @@ def write_files(run: Run) -> None:
     if run.recorder is not None:
         run.recorder.write()
     if run.mesh.world.rank == 0:
-        write_report(run.folder)
+        with explained(run.folder):
+            write_report(run.folder)
 
 
 def save(run: Run) -> None:

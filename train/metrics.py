@@ -304,14 +304,24 @@ class WandbTracker:
             client: stands in for the module ``wandb``.
 
         Raises:
-            ValueError: the package is not installed.
+            ValueError: the package is not installed, or it cannot start the run.
         """
         if client is None:
             try:
                 client = importlib.import_module("wandb")
             except ImportError as error:
                 raise ValueError(_missing("wandb")) from error
-        self._run = client.init(project=project, id=run_id, resume="allow", mode=mode, dir=str(run_dir), config=config)
+        try:
+            self._run = client.init(
+                project=project, id=run_id, resume="allow", mode=mode, dir=str(run_dir), config=config
+            )
+        except Exception as error:
+            # Its own errors share no public base class: no key, no network, a project of somebody else.
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"trackers.wandb=true: wandb could not start ({reason}); run `wandb login` or set WANDB_API_KEY, "
+                "or set trackers.mode=offline"
+            ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -8,9 +8,12 @@ checkpoints/    sealed checkpoints
 report.html     written at the end and after every evaluation
 """
 
+import errno
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +25,57 @@ CHECKPOINTS = "checkpoints"
 ROUTING_FILE = "routing.npz"
 LOCK_FILE = ".lock"
 
+REMEDIES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space",
+    errno.EACCES: "make the folder writable for this user",
+    errno.EPERM: "make the folder writable for this user",
+    errno.EROFS: "mount it writable",
+}
+
 
 def read_config(run_dir: Path) -> dict[str, Any] | None:
     """The configuration that made this folder, as nested dicts; None for a new folder.
 
     Raises:
-        ValueError: the file is not readable as YAML.
+        ValueError: the file holds no configuration, or is missing beside steps or checkpoints.
     """
     path = run_dir / CONFIG_FILE
     if not path.exists():
+        if has_progress(run_dir):
+            raise ValueError(
+                f"{path}: is missing beside steps or checkpoints, so that nothing tells which config they are of; "
+                "restore it or set another run.dir"
+            )
         return None
     try:
-        return yaml.safe_load(path.read_text("utf-8"))
+        config = yaml.safe_load(path.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text; restore it or set another run.dir") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: is not valid YAML ({error}); restore it or use another run.dir") from error
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" in line {mark.line + 1}"
+        raise ValueError(f"{path}: is not valid YAML{where}; restore it or set another run.dir") from error
+    if not isinstance(config, dict) or not config:
+        raise ValueError(f"{path}: holds no keys and values; restore it or set another run.dir")
+    return config
+
+
+@contextmanager
+def explained(run_dir: Path) -> Iterator[None]:
+    """Inside, what the operating system refuses is said in one line: the run folder, the path, the cause, a remedy.
+
+    Raises:
+        OSError: so explained.
+    """
+    try:
+        yield
+    except OSError as error:
+        inside = f" {error.filename}:" if error.filename else ""
+        remedy = REMEDIES.get(error.errno or 0, "mend the folder")
+        raise OSError(
+            f"run.dir={run_dir}:{inside} {error.strerror or error}; {remedy}, or set another run.dir"
+        ) from error
 
 
 def has_progress(run_dir: Path) -> bool:
@@ -68,12 +108,21 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Take the lock.
+        """Make the folder where there is none, and take the lock.
 
         Raises:
-            ValueError: another process holds it.
+            ValueError: another process holds it, or the folder cannot be made.
+            OSError: it cannot be written.
         """
-        self._file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"run.dir={run_dir}: cannot be made a folder ({error.filename}: {error.strerror}); set run.dir to a "
+                "folder that can be made and written"
+            ) from error
+        with explained(run_dir):
+            self._file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -20,9 +20,14 @@ class RunSettings:
 
     def errors(self) -> list[str]:
         """Every problem, one line each."""
-        if self.timeout > 0:
-            return []
-        return [f"run.timeout={self.timeout}: must be above 0 seconds; 600 leaves room for slow storage"]
+        found = []
+        for name, example in (("name", "mine"), ("dir", "runs/mine"), ("cache", "runs/cache")):
+            value = getattr(self, name)
+            if not value.strip():
+                found.append(f"run.{name}={value!r}: must not be empty; name one, such as run.{name}={example}")
+        if not self.timeout > 0:
+            found.append(f"run.timeout={self.timeout}: must be above 0 seconds; 600 leaves room for slow storage")
+        return found
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Composition is strict, and every shipped config is sound."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -88,15 +89,26 @@ def test_every_model_survives_the_hugging_face_config_and_back(model: str) -> No
         ("optim.momentm=0.9", "did you mean optim.momentum?"),
         ("+train.stesp=3", "did you mean train.steps?"),
         ("nonsense=1", "nonsense: unknown key"),
-        ("optim.lr=3e4x", "optim.lr: "),
-        ("parallel.tp=2.5", "parallel.tp: "),
-        ("train.steps=many", "train.steps: "),
+        ("optim.lr=3e4x", "optim.lr=3e4x: must be a number, such as optim.lr=0.001"),
+        ("parallel.tp=2.5", "parallel.tp=2.5: must be a whole number, such as parallel.tp=1"),
+        ("train.steps=many", "train.steps=many: must be a whole number, such as train.steps=1000"),
         ("model=kimi_k9", "model=kimi_k9: unknown choice; available: kimi_k2_1t"),
         ("experiment=none_such", "experiment=none_such: unknown choice"),
         ("steps=1_000", "steps: unknown key"),
-        ("model.moe.experts=[1,2]", "model.moe.experts"),
-        ("train.steps=", "train.steps: "),
-        ("optim.lr", "optim.lr"),
+        ("model.moe.experts=[1,2]", "model.moe.experts=[1, 2]: must be a whole number"),
+        ("optim.lr=null", "optim.lr=null: must be a number, such as optim.lr=0.001"),
+        ("optim.betas=3", "optim.betas=3: must be a list in brackets, such as optim.betas=[0.9,0.95]"),
+        ("optim.betas=[a,b]", "optim.betas[0]=a: must be a number, such as optim.betas=[0.9,0.95]"),
+        ("optim.betas={a: 1}", "optim.betas={a: 1}: must be a list in brackets"),
+        ("parallel.layout=3", "parallel.layout=3: must be a list in brackets, such as parallel.layout=[1,2]"),
+        ("model.residual_block=x", "model.residual_block=x: must be a whole number"),
+        ("run.dir=null", "run.dir=null: must be text"),
+        ("run.name=[1]", "run.name=[1]: must be text"),
+        ("trackers.wandb=3x", "trackers.wandb=3x: must be true or false"),
+        ("evaluate.prompt=${nope}", r"evaluate.prompt: Interpolation key 'nope' not found; ${KEY} takes the value of"),
+        ("train={stesp: 3}", "train.stesp: unknown key; did you mean train.steps?"),
+        ("train.steps=", "train.steps=: must be a whole number"),
+        ("optim.lr", "optim.lr: is not KEY=VALUE; give it a value"),
         ("--config", "--config: unknown option; --help lists them"),
     ],
 )
@@ -140,6 +152,22 @@ HEADS = ["model.kda.heads=4", "model.mla.heads=4"]
         (["model.mla.rotary=true", "model.mla.rope_dim=15"], ["model.mla.rope_dim=15"]),
         (["train.precision=fp8", "evaluate.every=-1"], ["train.precision=fp8", "evaluate.every=-1"]),
         (["parallel.dp=1"], ["parallel.dp=1"]),
+        (["parallel.cp=4"], ["parallel.cp=4: contradicts the 2 launched rank(s), since pp x dp x cp x tp = 1 x 1 x 4"]),
+        (["model.moe.experts=1"], ["model.moe.experts=1: must be at least 2"]),
+        (
+            ["evaluate.every=5", "data.validation_fraction=0"],
+            [
+                "evaluate.every=5: contradicts data.validation_fraction=0, which holds out no text to evaluate on; set "
+                "evaluate.every=0 or raise data.validation_fraction"
+            ],
+        ),
+        (["evaluate.every=0", "data.validation_fraction=0"], []),
+        (
+            ["run.dir=", "run.cache=' '"],
+            ["run.dir='': must not be empty; name one", "run.cache=' ': must not be empty"],
+        ),
+        (["run.name="], ["run.name='': must not be empty"]),
+        (["model.moe.experts=0"], ["model.moe.experts=0: must be at least 1", "model.moe.top_k=2: must lie in"]),
         (["parallel.cp=0"], ["parallel.cp=0: must be at least 1; use 1"]),
         (["routing.force=zipf(x)"], ["routing.force=zipf(x): s of zipf(s) must be a number"]),
         (["parallel.zero=3", "train.replica_check_every=-1"], ["parallel.zero=3: must be 1", "replica_check_every=-1"]),
@@ -154,6 +182,23 @@ def test_contradictions_are_all_reported_at_once(overrides: list[str], names: li
     for name in names:
         assert any(name in problem for problem in problems), problems
     assert len(problems) == len(names)
+
+
+FLOATS = [name for name, value in flatten(compose_config([])).items() if isinstance(value, float)]
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_every_number_must_be_finite(value: str) -> None:
+    assert {"optim.lr", "model.init_std", "model.moe.routed_scaling", "evaluate.temperature"} <= set(FLOATS)
+    problems = validate(compose_config([f"{name}={value}" for name in FLOATS]), world_size=2)
+    assert sorted(problems) == sorted(f"{name}={value}: must be a finite number; give one" for name in FLOATS)
+
+
+def test_numbers_in_lists_must_be_finite() -> None:
+    overrides = [f"optim.betas=[{math.nan},0.9]", "data.sources=[{path: x}, {path: y, weight: inf}]"]
+    problems = validate(compose_config(overrides), world_size=2)
+    for name in ("optim.betas[0]=nan", "data.sources[1].weight=inf"):
+        assert [problem for problem in problems if name in problem] == [f"{name}: must be a finite number; give one"]
 
 
 def test_a_group_chosen_on_the_command_line_wins_over_the_experiment() -> None:

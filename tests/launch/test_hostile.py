@@ -72,6 +72,15 @@ REFUSED = {
         ["parallel.pp=2", "parallel.vpp=2", "model.layers=KM*2", "parallel.schedule=1f1b"],
         "parallel.schedule=1f1b: contradicts parallel.vpp=2, since it runs one stage per rank; set",
     ),
+    "evaluation of nothing": (
+        ["evaluate.every=1", "data.validation_fraction=0"],
+        "evaluate.every=1: contradicts data.validation_fraction=0, which holds out no text to evaluate on; set "
+        "evaluate.every=0 or raise data.validation_fraction",
+    ),
+    "no run folder": (["run.dir="], "run.dir='': must not be empty; name one, such as run.dir=runs/mine"),
+    "a number that is none": (["optim.lr=inf"], "optim.lr=inf: must be a finite number; give one"),
+    "Hydra's run folder": (["hydra.run.dir=x"], "hydra.run.dir: is not used here"),
+    "deletion": (["~train"], "~train: keys and sections cannot be deleted"),
     "ranks": (["parallel.dp=3", "batch.sequences=3"], "parallel.dp=3: contradicts the 4 launched rank(s)"),
 }
 
@@ -181,6 +190,19 @@ def test_a_killed_rank_takes_the_other_down_and_the_run_goes_on_from_its_checkpo
     assert status != 0
     assert any("Signal 9 (SIGKILL) received" in line for line in lines)
     assert not any(line.startswith("error: rank 1") for line in lines)
+    assert main(arguments) == 0
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_ctrl_c_on_several_ranks_is_said_once_and_what_follows_is_no_error(tmp_path: Path, corpus: Path) -> None:
+    options = ["train.steps=4", "checkpoint.every=1"]
+    arguments = overrides(tmp_path / "run", corpus, *options)
+    # torchrun passes the signal on to all ranks.
+    fault = "import time; os.kill(os.getppid(), signal.SIGINT); time.sleep(1000)"
+    status, lines = train_on_two_ranks(tmp_path, arguments, fault=fault)
+    assert status != 0
+    said = [line for line in lines if line.startswith(("error: ", "interrupted: "))]
+    assert said == ["interrupted: the same command goes on from the last checkpoint, if there is one"]
     assert main(arguments) == 0
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
 

@@ -1,14 +1,20 @@
 """Whole runs on one rank: resuming, refusing, surviving."""
 
+import json
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from launch.train import main
+from data.manifest import read_manifest
+from launch.train import main, too_little_memory
+from tests.data.corpora import write_corpus
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
+from train import staging
 from train.checkpoint import CheckpointStore
 from train.run_folder import RunLock
 
@@ -112,6 +118,71 @@ def test_a_folder_made_by_another_config_is_refused_with_a_classified_difference
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def replace_data(folder: Path) -> None:
+    """Put another corpus of the same tokenizer in a corpus' place."""
+    tokenizer = (folder / "tokenizer.json").read_text()
+    shutil.rmtree(folder)
+    write_corpus(folder, [[[7 + i, 8, 9] * 40 for i in range(60)]], tokenizer=tokenizer)
+
+
+def test_other_data_at_the_same_path_is_refused_in_one_line(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, folder = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(corpus, data)
+    before = read_manifest(data).content_hash
+    assert main(overrides(folder, data, "train.steps=3")) == 0
+    assert state(folder, 3)["data"] == [before]
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    replace_data(data)
+    after = read_manifest(data).content_hash
+    assert main(overrides(folder, data, "train.steps=6")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"step 3 was trained on other data than is now in {data} (content_hash {before} -> {after})" in line
+    assert line.endswith("restore the data, or set another run.dir to begin anew")
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    shutil.rmtree(data)
+    shutil.copytree(corpus, data)
+    assert main(overrides(folder, data, "train.steps=6")) == 0
+
+
+def test_a_checkpoint_from_before_the_data_was_named_still_loads(tmp_path: Path, corpus: Path) -> None:
+    assert main(overrides(tmp_path, corpus, "train.steps=3")) == 0
+    folder = tmp_path / "checkpoints" / "step-00000003"
+    old = json.loads((folder / "state.json").read_text())
+    del old["data"]
+    (folder / "state.json").write_text(json.dumps(old))
+    sealed = json.loads((folder / staging.MANIFEST).read_text())["files"]
+    staging.seal(folder, step=3, files={name: staging.describe_file(folder / name) for name in sealed})
+    assert main(overrides(tmp_path, corpus, "train.steps=4")) == 0
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert state(tmp_path, 4)["data"] == [read_manifest(corpus).content_hash]
+
+
+def test_a_folder_whose_config_is_gone_is_refused(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(overrides(tmp_path, corpus, "train.steps=2")) == 0
+    config = tmp_path / "config.yaml"
+    for content in (None, "[]", "a: [", "alien: 1"):
+        config.unlink() if content is None else config.write_text(content)
+        assert main(overrides(tmp_path, corpus, "train.steps=4", "optim.lr=1e-3")) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {config}: "), line
+        assert line.endswith("; restore it or set another run.dir"), line
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def test_torch_is_seeded_from_run_seed(tmp_path: Path, corpus: Path) -> None:
+    random = []
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        torch.manual_seed(len(random))  # not what the process happens to have
+        assert main(overrides(tmp_path / name, corpus, "train.steps=1", f"run.seed={seed}")) == 0
+        random.append(saved(tmp_path / name, 1)["rng/0/cpu"])
+    assert torch.equal(random[0], random[1])
+    assert not torch.equal(random[0], random[2])
+
+
 def test_a_flipped_byte_falls_back_to_the_checkpoint_before_and_says_so(
     tmp_path: Path, corpus: Path, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,7 +226,10 @@ def test_updates_that_are_never_finite_stop_the_run_and_name_the_samples(
     options = ["optim.lr=1e30", "schedule.warmup_tokens=0", "train.max_skipped=3", "checkpoint.every=1"]
     assert main(overrides(tmp_path, corpus, "train.steps=50", *options)) == 1
     error = capsys.readouterr().err
-    assert "3 updates in a row had a non-finite loss or gradient (train.max_skipped=3)" in error
+    assert "3 updates in a row had a non-finite loss or gradient (train.max_skipped=3); look at the samples" in error
+    assert "with a lower optim.lr in another run.dir, since this one keeps its optimizer" in error
+    assert len(error.splitlines()) == 1
+    assert "updates" in (tmp_path / "report.html").read_text()
     skipped = [record for record in read_metrics(tmp_path) if record.get("skipped")]
     assert len(skipped) == 3
     assert all(len(record["sample_ids"]) == 3 * 4 for record in skipped)
@@ -179,7 +253,7 @@ def test_an_altered_shard_is_refused(tmp_path: Path, corpus: Path, capsys: pytes
         ("model.moe.top_k=8", "model.moe.top_k=8: must lie in 1..7, below model.moe.experts=8"),
         ("optim.lrr=1", "optim.lrr: unknown key; did you mean optim.lr?"),
         ("+optim.lrr=1", "optim.lrr: unknown key; did you mean optim.lr?"),
-        ("optim.lr=fast", "optim.lr: Value 'fast' of type 'str' could not be converted to Float"),
+        ("optim.lr=fast", "optim.lr=fast: must be a number"),
         ("data.sources=[{path: /nowhere}]", "/nowhere"),
         ("data.sources=[{path: /nowhere, weight: 0}]", "data.sources[0].weight=0"),
         ("data.sources=[{path: /nowhere, weight: -1.5}]", "data.sources[0].weight=-1.5"),
@@ -196,6 +270,65 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing_behind(
     assert lines[0].startswith("error: ")
     assert message in lines[0]
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_folder_that_cannot_be_one_names_field_path_and_remedy(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/foo")):
+        assert main(overrides(folder, corpus, "train.steps=1")) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: run.dir={folder}: cannot be made a folder (")
+        assert line.endswith("; set run.dir to a folder that can be made and written")
+
+
+def test_an_interrupted_run_says_that_it_resumes_and_does(tmp_path: Path, corpus: Path) -> None:
+    arguments = overrides(tmp_path, corpus, "train.steps=100000", "checkpoint.every=1")
+    command = [sys.executable, "-m", "launch.train", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        while not process.stdout.readline().startswith("step "):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert said == "interrupted: the same command goes on from the last checkpoint, if there is one\n"
+    assert (tmp_path / "report.html").exists()
+    steps = len(read_metrics(tmp_path))
+    assert main(overrides(tmp_path, corpus, f"train.steps={steps + 1}", "checkpoint.every=1")) == 0
+    assert [record["step"] for record in read_metrics(tmp_path)] == [*range(1, steps + 2)]
+
+
+@pytest.mark.parametrize(
+    ("error", "amount"),
+    [
+        (
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)\nframe #0: c10::",
+            "4000000000000 bytes",
+        ),
+        ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB", "20.00 GiB"),
+        ("mat1 and mat2 shapes cannot be multiplied", None),
+    ],
+)
+def test_too_little_memory_is_one_line_with_the_amount(error: str, amount: str | None) -> None:
+    found = too_little_memory(RuntimeError(error), device=torch.device("cpu"))
+    expected = f"cpu: not enough memory: {amount} more were asked for at once; lower batch.microbatch or batch.length, "
+    assert found is None if amount is None else str(found).startswith(expected)
+
+
+def test_a_model_too_large_for_the_memory_is_one_line(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A matrix of 2^45 elements: more than any machine's address space has.
+    options = ["model.dense_dim=1099511627776", "train.steps=1"]
+    assert main(overrides(tmp_path, corpus, *options)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: cpu: not enough memory: ")
 
 
 def test_a_command_that_failed_does_not_claim_the_folder(tmp_path: Path, corpus: Path) -> None:
@@ -216,7 +349,13 @@ def test_a_disk_that_fills_while_saving_stops_the_run_and_keeps_what_was_saved(
         (folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - 2**18))
         assert main(overrides(folder, corpus, "train.steps=4")) == 1
         assert "No space left on device" in capsys.readouterr().err
+        # So full that not even its config can be written.
+        (folder / "more").write_bytes(bytes(shutil.disk_usage(folder).free))
+        assert main(overrides(folder, corpus, "train.steps=4")) == 1
+        error = capsys.readouterr().err
+        assert f"error: run.dir={folder}: No space left on device; free disk space, or set another run.dir" in error
         (folder / "ballast").unlink()
+        (folder / "more").unlink()
         assert main(overrides(folder, corpus, "train.steps=4")) == 0
         assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3, 4]
     finally:

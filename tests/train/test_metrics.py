@@ -272,6 +272,17 @@ def test_wandb_logs_replayed_steps_again_under_the_same_id(tmp_path: Path) -> No
     assert [row["sample"] for row in client.rows if "sample" in row] == ["text"] * 4
 
 
+def test_a_wandb_that_cannot_start_is_one_line_with_a_remedy(tmp_path: Path) -> None:
+    class Keyless(StubRun):
+        def init(self, **arguments: Any) -> StubRun:
+            raise RuntimeError("api_key not configured (no-tty)\ncall wandb.login(key=[your_api_key])")
+
+    said = r"^trackers.wandb=true: wandb could not start \(api_key not configured \(no-tty\)\); run `wandb login` or"
+    with pytest.raises(ValueError, match=said) as refused:
+        WandbTracker(tmp_path, project="p", run_id="1", mode="online", config={}, client=Keyless())
+    assert "\n" not in str(refused.value)
+
+
 def test_wandb_offline_needs_no_network_or_account(tmp_path: Path) -> None:
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed (an extra)")
