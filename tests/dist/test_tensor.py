@@ -4,6 +4,7 @@ Other axes beside it are in test_meshes.py, checkpoints across meshes in test_ch
 """
 
 import dataclasses
+import statistics
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -137,16 +138,18 @@ def test_several_rows(pools: dict[int, RankPool]) -> None:
 
 
 def test_bf16_differs_from_the_truth_as_one_rank_does(pools: dict[int, RankPool]) -> None:
-    # bf16 moves loss and norm of most tiny models by more than is allowed here: by 0.2% and 5%. This is a calm one.
-    exact = make_case(tiny_model(pair(), seed=19), steps=2)
-    case = dataclasses.replace(exact, dtype=torch.bfloat16, optim=OptimConfig(ns_dtype="bf16"))
-    truth = run_alone(exact)
-    found, expected = run_on_mesh(pools[4], case, MESHES["tp2-ep2"]), run_alone(case)
-    for outcome in (found, expected):
-        assert outcome.losses[0] == pytest.approx(truth.losses[0], rel=1e-3)
-        assert outcome.norms[0] == pytest.approx(truth.norms[0], rel=2e-2)
-    # After one update in bf16, Newton-Schulz too.
-    assert found.losses[1] == pytest.approx(expected.losses[1], rel=1e-2)
+    """In the median of nine models: near ties send single tokens to other experts, a tenth of a tiny model's norm."""
+    found, expected = [], []
+    for seed in range(9):
+        exact = make_case(tiny_model(pair(), seed=seed), steps=2)
+        case = dataclasses.replace(exact, dtype=torch.bfloat16, optim=OptimConfig(ns_dtype="bf16"))
+        truth = run_alone(exact)
+        for errors, outcome in ((found, run_on_mesh(pools[4], case, MESHES["tp2-ep2"])), (expected, run_alone(case))):
+            pairs = zip([*outcome.losses, *outcome.norms], [*truth.losses, *truth.norms], strict=True)
+            errors.append([abs(number / true - 1) for number, true in pairs])
+    # Losses and norms before and after an update in bf16, Newton-Schulz too.
+    for of_mesh, of_one in zip(zip(*found), zip(*expected), strict=True):
+        assert statistics.median(of_mesh) <= 1.5 * statistics.median(of_one)
 
 
 def test_the_optimizer_moves_missing_parts_alone(pools: dict[int, RankPool]) -> None:
