@@ -27,7 +27,7 @@ Gradients are those of ``none``, bit for bit: the same operations on the same nu
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,8 @@ Handle = Callable[[], Tensor]
 @dataclass
 class RecomputeConfig:
     """What is kept between forward and backward; see the module's docstring. Changes no number."""
+
+    AT_RESUME: ClassVar[str] = ""
 
     policy: str = "none"
     offload: bool = False

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ class RoutingSettings:
     save: let a forced run save checkpoints, whose weights are good for nothing else.
     trace: record how many rows each expert had, in the run folder's routing.npz.
     """
+
+    AT_RESUME: ClassVar[str] = "experts chosen by another rule: its steps do not belong to the same run"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("save", "trace")
 
     force: str = ""
     save: bool = False

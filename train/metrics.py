@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -158,6 +158,8 @@ class TrackerConfig:
     project: its wandb project.
     mode: "online", "offline" or "disabled", for wandb.
     """
+
+    AT_RESUME: ClassVar[str] = ""
 
     tensorboard: bool = False
     wandb: bool = False

@@ -37,7 +37,7 @@ from tests.dist.ranks import RankPool
 from train.balance import COLUMNS
 from train.build import build_model
 from train.forced_routing import ForcedRouting, parse_rule
-from train.parity import build
+from train.proof.parity import build
 from train.step import Stepper
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from optim.groups import OptimConfig
 from parallel.mesh import ParallelConfig, make_mesh
 from parallel.recompute import RecomputeConfig
 from train.build import build_model
-from train.parity import SEED, Case, build
+from train.proof.parity import SEED, Case, build
 from train.step import Stepper
 
 LENGTH, DOCUMENT, RANKS = 262_144, 65_536, 4
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--policy", default="none", help="recomputation: none, selective or full")
     options = parser.parse_args()
     case = make_case(options.length, document=options.document, layers=options.layers, policy=options.policy)
-    with RankPool(RANKS, timeout=3600, preload=("train.parity",)) as pool:
+    with RankPool(RANKS, timeout=3600, preload=("train.proof.parity",)) as pool:
         results = pool.run(train_step, case)
     documents = len(case.steps[0][0].cu_seqlens) - 1
     print(

@@ -41,7 +41,7 @@ from parallel.tensor import RegionDispatcher, head_loss
 from tests.bench.live import LiveMemory, bytes_of
 from tests.dist.ranks import RankPool
 from train.build import build_model
-from train.parity import LOSS_CHUNK, Case, build
+from train.proof.parity import LOSS_CHUNK, Case, build
 from train.step import Stepper, to_device
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from tests.model.tiny import tiny_model
 from train.balance import expert_balance
 from train.evaluate import validation_loss
 from train.forced_routing import ForcedRouting, parse_rule
-from train.parity import build
+from train.proof.parity import build
 from train.step import Stepper
 
 pytestmark = pytest.mark.slow  # runs on many meshes

@@ -14,7 +14,7 @@ from tests.dist.parity import Case, Outcome, check_parity, run_alone
 from tests.dist.ranks import RankPool
 from tests.dist.test_expert import make_case, routed
 from tests.model.tiny import tiny_model
-from train.parity import build, merge, train
+from train.proof.parity import build, merge, train
 
 MESHES = {
     "dp2": ParallelConfig(dp=2),

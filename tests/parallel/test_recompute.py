@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from configs.compose import compose_config
-from configs.schema import differences, flatten, validate
+from configs.schema import validate
 from launch.train import main
 from model.attn_residual import ResidualState
 from model.documents import Documents
@@ -30,6 +30,7 @@ from parallel import recompute
 from parallel.recompute import POLICIES, RecomputeConfig, apply_recompute
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 from tests.model.tiny import FAMILIES, tiny_config, tiny_model, tokens
+from train.config import differences, flatten
 from train.step import update_router_biases
 
 CPU = torch.device("cpu")
