@@ -16,12 +16,12 @@ from model.attn_residual import ResidualMix, ResidualState, begins_block
 from model.config import ModelConfig
 from model.documents import Documents
 from model.kda import KDA
-from model.layers import Activation, Embedding, GatedFFN, RMSNorm
+from model.layers import Activation, Embedding, GatedFFN, Linear, RMSNorm
 from model.mla import MLA
 from model.moe import MoE
 from model.params import ParamRole
 from model.router import Decisions
-from model.seams import KDACache, Linear, MLACache
+from model.seams import KDACache, MLACache
 from model.stats import ForwardStats, LayerStats
 
 LayerCache = KDACache | MLACache

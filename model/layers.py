@@ -1,4 +1,4 @@
-"""The small parts that every layer is made of: normalisation, filters, gated feed-forward.
+"""The small parts that every layer is made of: products, normalisation, filters, gated feed-forward.
 
 Shapes: B batch, T tokens, D model, C channels.
 """
@@ -12,7 +12,18 @@ from torch.nn import functional as F
 from model.kernels.situ_glu import situ_glu
 from model.params import ParamRole, declare
 from model.precision import compute_dtype
-from model.seams import Linear
+
+
+class Linear(nn.Module):
+    """``x @ weight.T`` without bias; ``role`` says what the weight is to the optimizer."""
+
+    def __init__(self, in_dim: int, out_dim: int, *, role: ParamRole | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
+        declare(self, weight=role or ParamRole(kind="matrix"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from model.config import MoEConfig
+from model.dispatch import LocalDispatcher
 from model.kernels.grouped_linear import grouped_linear
-from model.layers import GatedActivation, GatedFFN, RMSNorm
+from model.layers import GatedActivation, GatedFFN, Linear, RMSNorm
 from model.params import ParamRole, declare
 from model.router import Decisions, Router
-from model.seams import ExpertWeights, GroupedProduct, Linear, LocalDispatcher, TokenDispatcher
+from model.seams import ExpertWeights, GroupedProduct, TokenDispatcher
 from model.stats import LayerStats
 
 

@@ -32,14 +32,14 @@ from torch.nn import functional as F
 from model.config import ModelConfig
 from model.kda import KDA
 from model.kimi import KimiModel
-from model.layers import Embedding, GatedFFN
+from model.layers import Embedding, GatedFFN, Linear
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
 from model.mla import MLA
 from model.moe import MoE
 from model.params import declare, named_roles
 from model.precision import compute_dtype
 from model.router import Routing
-from model.seams import ExpertWeights, Linear, Received, TokenDispatcher
+from model.seams import ExpertWeights, Received, TokenDispatcher
 from parallel.collectives import all_gather, all_reduce, gather_plain, reduce_scatter
 from parallel.mesh import Axis
 

@@ -27,9 +27,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from model.documents import Documents
+from model.kda import NORMALIZED, LocalKDA, prepare_stream
 from model.kernels.kda_chunk import kda_chunk
 from model.precision import compute_dtype
-from model.seams import NORMALIZED, ConvWeights, KDACache, LocalKDA, prepare_stream
+from model.seams import ConvWeights, KDACache
 from parallel.collectives import all_gather, gather_plain
 from parallel.context.layout import SlicedDocuments
 from parallel.mesh import Axis

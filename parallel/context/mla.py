@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.documents import Documents
-from model.seams import LocalAttention, MLACache
+from model.mla import LocalAttention
+from model.seams import MLACache
 from model.stats import LayerStats
 from parallel.collectives import all_gather, all_to_all
 from parallel.context.layout import SlicedDocuments

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from model.dispatch import SEGMENT_ALIGNMENT
 from model.kernels.kda_chunk import CHUNK
-from model.seams import SEGMENT_ALIGNMENT
 from parallel.cost.plan import StepPlan
 
 INDEX = 8

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.dispatch import SEGMENT_ALIGNMENT, combine_rows
 from model.router import Routing
-from model.seams import SEGMENT_ALIGNMENT, ExpertWeights, Received, combine_rows
+from model.seams import ExpertWeights, Received
 from model.stats import RowStats
 from parallel.collectives import Pending, all_to_all, all_to_all_plain, all_to_all_start, gather_plain
 from parallel.expert.planner import ExpertPart, ExpertPlan, place_arrivals, plan_home, runs

@@ -2,8 +2,8 @@
 
 Backward through ``y = x W^T`` makes two products. The stage before waits for the input's gradient ``dy W``; nobody
 waits for the weight's ``dy^T x`` until the step ends. With `DeferredGradients` installed, backward makes only the
-first, and (W, x, dy) wait for the schedule's W action. This holds for `model.seams.Linear` and for the experts' grouped
-product; every other parameter's gradient comes with backward.
+first, and (W, x, dy) wait for the schedule's W action. This holds for `model.layers.Linear` and for the experts'
+grouped product; every other parameter's gradient comes with backward.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from model.kernels.grouped_linear import grouped_linear, grouped_weight_gradient
 from model.kimi import KimiModel
+from model.layers import Linear
 from model.moe import MoE
-from model.seams import Linear
 
 
 class Deferred(NamedTuple):

@@ -20,7 +20,7 @@ from launch.ranks import RankPool
 from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from model.documents import Documents
 from model.loss import IGNORE_INDEX
-from model.seams import LocalAttention
+from model.mla import LocalAttention
 from model.stats import LayerStats
 from optim.groups import OptimConfig
 from parallel.mesh import ParallelConfig, make_mesh

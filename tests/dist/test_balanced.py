@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from model.kimi import KimiModel
 from model.moe import MoE, expert_ffn
 from model.router import Routing
-from model.seams import ExpertWeights, LocalDispatcher
+from model.dispatch import LocalDispatcher
+from model.seams import ExpertWeights
 from parallel.collectives import Pending, all_to_all_start
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.expert.planner import ExpertPlan, plan

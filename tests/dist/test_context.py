@@ -17,7 +17,9 @@ from model.documents import Documents
 from model.generate import generate
 from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
-from model.seams import AttentionCore, ConvWeights, KDACore, LocalAttention, LocalKDA
+from model.kda import LocalKDA
+from model.mla import LocalAttention
+from model.seams import AttentionCore, ConvWeights, KDACore
 from model.stats import ForwardStats, LayerStats
 from parallel.context import install_context
 from parallel.context.kda import ContextKDA

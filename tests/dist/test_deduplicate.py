@@ -8,7 +8,8 @@ from torch import Tensor
 
 from model.moe import expert_ffn
 from model.router import Routing
-from model.seams import ExpertWeights, LocalDispatcher, TokenDispatcher
+from model.dispatch import LocalDispatcher
+from model.seams import ExpertWeights, TokenDispatcher
 from parallel.expert.deduplicate import DeduplicatingDispatcher
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.expert.planner import plan, plan_home

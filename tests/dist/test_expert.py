@@ -16,7 +16,8 @@ from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX
 from model.moe import expert_ffn
 from model.router import Routing
-from model.seams import ExpertWeights, LocalDispatcher
+from model.dispatch import LocalDispatcher
+from model.seams import ExpertWeights
 from optim.groups import OptimConfig
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.mesh import Axis, Mesh, ParallelConfig, make_mesh

@@ -18,13 +18,13 @@ from configs.compose import compose_config
 from configs.schema import differences, flatten, validate
 from launch.train import main
 from model.attn_residual import ResidualState
+from model.dispatch import LocalDispatcher
 from model.documents import Documents
 from model.generate import generate
 from model.kimi import Block, KimiModel
 from model.loss import chunked_cross_entropy
 from model.moe import MoE
 from model.router import select_experts
-from model.seams import LocalDispatcher
 from model.stats import ForwardStats
 from parallel import recompute
 from parallel.recompute import POLICIES, RecomputeConfig, apply_recompute

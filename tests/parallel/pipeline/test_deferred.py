@@ -7,8 +7,8 @@ from torch import Tensor
 from model.documents import Documents
 from model.kernels.grouped_linear import grouped_linear, grouped_weight_gradient
 from model.kimi import KimiModel
+from model.layers import Linear
 from model.loss import chunked_cross_entropy
-from model.seams import Linear
 from parallel.pipeline.deferred import DeferredGradients
 from tests.model.tiny import FAMILIES, tiny_model, tokens
 
