@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from model.kernels.situ_glu import situ_glu
 from model.params import ParamRole, declare
 from model.precision import compute_dtype
+from model.products import DENSE, Product
 
 
 class Linear(nn.Module):
@@ -21,9 +22,10 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
         declare(self, weight=role or ParamRole(kind="matrix"))
+        self.product: Product = DENSE
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return self.product(x, self.weight)
 
 
 class RMSNorm(nn.Module):

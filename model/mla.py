@@ -17,6 +17,7 @@ from model.documents import Documents
 from model.layers import Linear, RMSNorm
 from model.params import ParamRole
 from model.precision import compute_dtype
+from model.products import Product
 from model.seams import AttentionCore, MLACache
 from model.stats import LayerStats
 
@@ -77,6 +78,7 @@ class MLA(nn.Module):
             self.kv_norm(latent_BTR),
             shared_key_BTP,
             self.kv_up.weight,
+            product=self.kv_up.product,
             value_dim=self.value_dim,
             documents=documents,
             stats=stats,
@@ -118,6 +120,7 @@ class LocalAttention:
         shared_key_BTP: Tensor,
         up_weight: Tensor,
         *,
+        product: Product,
         value_dim: int,
         documents: Documents,
         stats: LayerStats | None,
@@ -128,7 +131,7 @@ class LocalAttention:
             cache.shared_key_BTP = torch.cat([cache.shared_key_BTP, shared_key_BTP], dim=1)
             return _attend_latent(q_BTHQ, cache, up_weight, value_dim=value_dim)
         heads, q_dim = q_BTHQ.shape[2:]
-        kv = F.linear(latent_BTR, up_weight).unflatten(-1, (heads, -1))
+        kv = product(latent_BTR, up_weight).unflatten(-1, (heads, -1))
         k_nope, v = kv.split([kv.shape[-1] - value_dim, value_dim], dim=-1)
         k_shared = shared_key_BTP.unsqueeze(2).expand(-1, -1, heads, -1)
         q, k, v = (x.transpose(1, 2) for x in (q_BTHQ, torch.cat([k_nope, k_shared], dim=-1), v))

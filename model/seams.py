@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from model.documents import Documents
+from model.products import Product
 from model.router import Routing
 from model.stats import LayerStats
 
@@ -44,6 +45,7 @@ class AttentionCore(Protocol):
         shared_key_BTP: Tensor,
         up_weight: Tensor,
         *,
+        product: Product,
         value_dim: int,
         documents: Documents,
         stats: LayerStats | None,
@@ -56,6 +58,7 @@ class AttentionCore(Protocol):
             latent_BTR: normalised key/value latent.
             shared_key_BTP: key part shared by all heads.
             up_weight: [H * (N + V), R], per head the N key rows, then the V value rows.
+            product: of the latent and (rows of) ``up_weight``.
             value_dim: V.
             documents: attention never crosses them.
             stats: takes the largest logit of each head, if asked for.
@@ -121,20 +124,16 @@ class ExpertWeights(NamedTuple):
     down: Tensor
 
 
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`model.kernels.grouped_linear`, or what stands in for it."""
-
-
 class Received(NamedTuple):
     """What a rank computes: rows sorted by segment, int32 segment ends, one expert's weights per segment.
 
-    product: of rows and these weights, where it is not the layer's own.
+    again: the weights once more, for backward; None: backward may keep them.
     """
 
     rows_RL: Tensor
     segment_ends_S: Tensor
     weights: ExpertWeights
-    product: GroupedProduct | None = None
+    again: Callable[[], ExpertWeights] | None = None
 
 
 class TokenDispatcher(Protocol):

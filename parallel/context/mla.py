@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from model.documents import Documents
 from model.mla import LocalAttention
+from model.products import Product
 from model.seams import MLACache
 from model.stats import LayerStats
 from parallel.collectives import all_gather, all_to_all
@@ -51,6 +52,7 @@ class ContextMLA:
         shared_key_BTP: Tensor,
         up_weight: Tensor,
         *,
+        product: Product,
         value_dim: int,
         documents: Documents,
         stats: LayerStats | None,
@@ -62,6 +64,7 @@ class ContextMLA:
                 latent_BTR,
                 shared_key_BTP,
                 up_weight,
+                product=product,
                 value_dim=value_dim,
                 documents=documents,
                 stats=stats,
@@ -73,7 +76,14 @@ class ContextMLA:
         latent, shared_key = whole.split(widths, dim=-1)
         if q_BTHQ.shape[2] % self.axis.size:
             return attend_own_queries(
-                q_BTHQ, latent, shared_key, up_weight, value_dim=value_dim, documents=documents, stats=stats
+                q_BTHQ,
+                latent,
+                shared_key,
+                up_weight,
+                product=product,
+                value_dim=value_dim,
+                documents=documents,
+                stats=stats,
             )
         heads = q_BTHQ.shape[2] // self.axis.size
         first = self.axis.rank * heads
@@ -84,6 +94,7 @@ class ContextMLA:
             latent,
             shared_key,
             up_weight.unflatten(0, (heads * self.axis.size, -1)).narrow(0, first, heads).flatten(0, 1),
+            product=product,
             value_dim=value_dim,
             documents=documents.whole,
             stats=stats,
@@ -112,6 +123,7 @@ def attend_own_queries(
     shared_key: Tensor,
     up_weight: Tensor,
     *,
+    product: Product,
     value_dim: int,
     documents: SlicedDocuments,
     stats: LayerStats | None,
@@ -121,14 +133,14 @@ def attend_own_queries(
     Args:
         q_BTHQ: queries of the slice.
         latent, shared_key: of the whole sequence.
-        up_weight, value_dim: as for `model.seams.AttentionCore`.
+        up_weight, product, value_dim: as for `model.seams.AttentionCore`.
         documents: of the slice.
         stats: takes the largest logit of each head among these queries.
     """
     heads, q_dim = q_BTHQ.shape[2:]
     # Of the sequence, only what the slice's documents can see: from the first one's beginning on.
     seen = slice(documents.first_start, documents.start + documents.length)
-    kv = F.linear(latent[:, seen], up_weight).unflatten(-1, (heads, -1))
+    kv = product(latent[:, seen], up_weight).unflatten(-1, (heads, -1))
     k_nope, v = kv.split([kv.shape[-1] - value_dim, value_dim], dim=-1)
     k_shared = shared_key[:, seen].unsqueeze(2).expand(-1, -1, heads, -1)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHQ, torch.cat([k_nope, k_shared], dim=-1), v))

@@ -143,7 +143,7 @@ class AllToAllDispatcher:
         own = Received(own_SL, planned.ends_S[:home], weights)
         if not planned.part.borrowed:
             return (own,)
-        return own, Received(guests_SL, planned.ends_S[home:] - planned.home_rows, borrowed, loan.product)
+        return own, Received(guests_SL, planned.ends_S[home:] - planned.home_rows, borrowed, loan.borrowed)
 
     def combine(self, rows_RL: Tensor, routing: Routing, handle: Dispatched) -> Tensor:
         """As `TokenDispatcher.combine`; ``rows_RL`` are the padded rows of `receive`, with results."""

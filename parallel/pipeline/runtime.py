@@ -258,7 +258,10 @@ class Pipeline:
         if run.caches is not None:
             run.logits = self.model.head(hidden[:, -1:])
             return []
-        loss = head_loss(hidden, self.model.head.weight, batch.labels, axis=self.mesh.tp, chunk=self.loss_chunk)
+        head = self.model.head
+        loss = head_loss(
+            hidden, head.weight, batch.labels, axis=self.mesh.tp, chunk=self.loss_chunk, product=head.product
+        )
         run.total += loss.detach().double()
         return [] if run.labels is None else [loss / run.labels]
 

@@ -180,10 +180,7 @@ def two_layers(
     out, handle = x, None
     for _ in range(2):
         handle = dispatcher.dispatch(out, routing, weights)
-        results = [
-            expert_ffn(rows, ends, used, torch.mul, **({} if product is None else {"product": product}))
-            for rows, ends, used, product in dispatcher.receive(handle)
-        ]
+        results = [expert_ffn(received, torch.mul) for received in dispatcher.receive(handle)]
         out = dispatcher.combine(torch.cat(results), routing, handle)
     gradients = torch.autograd.grad(out, leaves, upstream)
     return [out.detach(), *gradients], getattr(handle, "planned", None)

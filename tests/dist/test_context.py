@@ -19,6 +19,7 @@ from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
 from model.kda import LocalKDA
 from model.mla import LocalAttention
+from model.products import DENSE
 from model.seams import AttentionCore, ConvWeights, KDACore
 from model.stats import ForwardStats, LayerStats
 from parallel.context import install_context
@@ -109,6 +110,7 @@ def run_mla(core: AttentionCore, x: dict[str, Tensor], documents: Documents, sta
         x["latent"],
         x["shared_key"],
         x["up_weight"],
+        product=DENSE,
         value_dim=x["grad"].shape[-1],
         documents=documents,
         stats=stats,

@@ -102,8 +102,8 @@ def exchange(axis: Axis, x: Tensor, routing: Routing, weights: ExpertWeights, up
     for leaf in leaves:
         leaf.requires_grad_()
     handle = dispatcher.dispatch(x, routing, weights)
-    ((rows, ends, used, _),) = dispatcher.receive(handle)
-    out = dispatcher.combine(expert_ffn(rows, ends, used, torch.mul), routing, handle)
+    (received,) = dispatcher.receive(handle)
+    out = dispatcher.combine(expert_ffn(received, torch.mul), routing, handle)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
