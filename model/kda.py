@@ -45,20 +45,22 @@ class DecayGate(nn.Module):
             A_log=ParamRole(kind="vector", decay=False, keep_fp32=True, init="zeros"),
             dt_bias=ParamRole(kind="vector", decay=False, keep_fp32=True, init="dt_bias"),
         )
+        self.squash: Callable[..., Tensor] = log_decay
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, H, K] log decay, at most 0."""
-        return self.squash(self.up(self.down(x_BTD)))
+        return self.squash(self.up(self.down(x_BTD)), self.A_log, self.dt_bias, self.lower_bound)
 
-    def squash(self, z: Tensor) -> Tensor:
-        """From the product [B, T, H * K] to the log decay: everything but the product."""
-        dtype = compute_dtype(z.dtype)
-        z = z.to(dtype) + self.dt_bias.to(dtype)
-        z = z.unflatten(-1, (self.A_log.numel(), -1))
-        rate = self.A_log.to(dtype).exp().unsqueeze(-1)
-        if self.lower_bound is None:
-            return -rate * F.softplus(z)
-        return self.lower_bound * torch.sigmoid(rate * z)
+
+def log_decay(z: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+    """From `DecayGate`'s product [B, T, H * K] to the log decay [B, T, H, K]."""
+    dtype = compute_dtype(z.dtype)
+    z = z.to(dtype) + dt_bias.to(dtype)
+    z = z.unflatten(-1, (A_log.numel(), -1))
+    rate = A_log.to(dtype).exp().unsqueeze(-1)
+    if lower_bound is None:
+        return -rate * F.softplus(z)
+    return lower_bound * torch.sigmoid(rate * z)
 
 
 class OutputGate(nn.Module):

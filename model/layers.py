@@ -29,17 +29,23 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dim, computed in fp32, returned in x's dtype."""
+    """`rms_norm` with a weight of its own."""
 
     def __init__(self, dim: int, *, eps: float, keep_fp32: bool = False) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim))
         declare(self, weight=ParamRole(kind="vector", decay=False, keep_fp32=keep_fp32, init="ones"))
+        self.normalize: Callable[..., Tensor] = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = compute_dtype(x.dtype)
-        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
+        return self.normalize(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dim, computed in fp32, returned in x's dtype."""
+    dtype = compute_dtype(x.dtype)
+    return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 
 
 class Embedding(nn.Module):

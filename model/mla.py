@@ -18,7 +18,7 @@ from model.layers import Linear, RMSNorm
 from model.params import ParamRole
 from model.precision import compute_dtype
 from model.products import Product
-from model.seams import AttentionCore, MLACache
+from model.seams import AttentionCore, AttentionKernel, MLACache
 from model.stats import LayerStats
 
 
@@ -113,6 +113,9 @@ def rotate(x: Tensor, position: Tensor, *, theta: float) -> Tensor:
 class LocalAttention:
     """`AttentionCore` on one rank: keys and values from the latent, one causal product per document."""
 
+    def __init__(self) -> None:
+        self.kernel = AttentionKernel(F.scaled_dot_product_attention, torch.matmul)
+
     def __call__(
         self,
         q_BTHQ: Tensor,
@@ -142,9 +145,9 @@ class LocalAttention:
         outputs = []
         for start, stop in documents.spans():
             q_doc, k_doc, v_doc = (x[:, :, start:stop] for x in (q, k, v))
-            outputs.append(F.scaled_dot_product_attention(q_doc, k_doc, v_doc, is_causal=True, scale=scale))
+            outputs.append(self.kernel.attend(q_doc, k_doc, v_doc, is_causal=True, scale=scale))
             if stats is not None and stats.max_logit_H is not None:
-                track_max_logit(q_doc.detach(), k_doc.detach(), scale, stats.max_logit_H)
+                track_max_logit(q_doc.detach(), k_doc.detach(), scale, stats.max_logit_H, kernel=self.kernel)
         o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         return o[..., :value_dim].transpose(1, 2)
 
@@ -170,12 +173,14 @@ def _attend_latent(q_BTHQ: Tensor, cache: MLACache, up_weight: Tensor, *, value_
 
 
 @torch.no_grad()
-def track_max_logit(q_BHTQ: Tensor, k_BHTQ: Tensor, scale: float, max_logit_H: Tensor, *, tile: int = 512) -> None:
+def track_max_logit(
+    q_BHTQ: Tensor, k_BHTQ: Tensor, scale: float, max_logit_H: Tensor, *, kernel: AttentionKernel, tile: int = 512
+) -> None:
     """Raise ``max_logit_H`` to the largest causal logit of each head; query tiles bound the memory."""
     length = q_BHTQ.shape[2]
     for start in range(0, length, tile):
         stop = min(start + tile, length)
-        logits = (q_BHTQ[:, :, start:stop] @ k_BHTQ[:, :, :stop].transpose(2, 3)).float() * scale
+        logits = kernel.multiply(q_BHTQ[:, :, start:stop], k_BHTQ[:, :, :stop].transpose(2, 3)).float() * scale
         future = torch.ones(stop - start, stop, dtype=torch.bool, device=logits.device).triu(start + 1)
         largest_H = logits.masked_fill_(future, -torch.inf).amax(dim=(0, 2, 3))
         torch.maximum(max_logit_H, largest_H, out=max_logit_H)

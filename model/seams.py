@@ -35,8 +35,21 @@ class MLACache:
     shared_key_BTP: Tensor
 
 
+class AttentionKernel(NamedTuple):
+    """The two products of attention.
+
+    attend: as `torch.nn.functional.scaled_dot_product_attention`.
+    multiply: as `torch.matmul`; of queries and keys, where logits themselves are wanted.
+    """
+
+    attend: Callable[..., Tensor]
+    multiply: Callable[[Tensor, Tensor], Tensor]
+
+
 class AttentionCore(Protocol):
     """Causal softmax attention from the compressed latent."""
+
+    kernel: AttentionKernel
 
     def __call__(
         self,

@@ -1,5 +1,6 @@
 """From a validated config to a `Run`: each part of the config goes to one constructor, and no further."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,22 @@ from model.config import ModelConfig
 from model.kimi import KimiModel
 from model.mla import MLA
 from model.params import named_roles, seed_from_name
-from model.precision import set_precision
+from model.precision import compute_dtype
+from model.widen import has_bf16_units
 from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
-from parallel.apply import parallelize
+from parallel.apply import Install, parallelize
 from parallel.cost import training_flops
 from parallel.data import DataParallel
 from parallel.grads import EMBEDDING
 from parallel.mesh import Axis, ExpertsConfig, Mesh, ParallelConfig
+from parallel.pipeline.deferred import DeferredGradients, deferral
 from parallel.pipeline.layout import PipelineLayout, make_layout
 from parallel.pipeline.runtime import Pipeline
-from parallel.pipeline.stage import held_layers, keep_part, parameter_stages, tied_to
+from parallel.pipeline.stage import held_layers, parameter_stages, tied_to
 from parallel.recompute import RecomputeConfig
-from parallel.sharding import TensorSlice, axis_of, materialize, parameter_specs
+from parallel.sharding import TensorSlice, axis_of, parameter_specs
 from parallel.tensor import cut_errors
 from train.checkpoint import CheckpointConfig, CheckpointStore
 from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
@@ -118,6 +121,8 @@ def build_model(
     layout: PipelineLayout | None = None,
     experts: ExpertsConfig | None = None,
     recompute: RecomputeConfig | None = None,
+    deferred: DeferredGradients | None = None,
+    observers: Sequence[Install] = (),
 ) -> KimiModel:
     """A model with its first weights, drawn in fp32 and then cast: bf16 masters start from what bf16 holds.
 
@@ -126,6 +131,8 @@ def build_model(
         layout: how the model is cut into pipeline stages, of which it holds this rank's. None: it is whole.
         experts: how rows of experts are shared over ep. None: the defaults.
         recompute: what is kept between forward and backward. None: everything.
+        deferred: takes weight gradients that the pipeline's schedule puts off. None: none is put off.
+        observers: what else is installed, last of all.
 
     Raises:
         ValueError: the experts cannot be spread, or other parameters not be cut, evenly.
@@ -141,12 +148,18 @@ def build_model(
         )
     with torch.device("meta"):
         model = KimiModel(config)
-    if layout is not None:
-        stages = layout.stages_of(mesh.pp.rank)
-        keep_part(model, layout.layers_of(mesh.pp.rank), first=0 in stages, last=layout.last in stages)
-    materialize(model, mesh=mesh, seed=seed, std=config.init_std)
-    set_precision(model, dtype)
-    parallelize(model, mesh=mesh, experts=experts or ExpertsConfig(), recompute=recompute or RecomputeConfig())
+    parallelize(
+        model,
+        mesh=mesh,
+        layout=layout,
+        seed=seed,
+        dtype=dtype,
+        wide=compute_dtype(dtype) != dtype and not has_bf16_units(device),
+        experts=experts or ExpertsConfig(),
+        recompute=recompute or RecomputeConfig(),
+        deferred=deferred,
+        observers=observers,
+    )
     return model.to(device)
 
 
@@ -234,6 +247,9 @@ def build_run(
     loader = open_loader(data, cache=Path(settings.cache), vocab_size=model_config.vocab_size, seed=settings.seed)
     dtype = DTYPES[train.precision]
     layout = make_layout(parallel, model_config, length=batch.length)
+    deferred = deferral(parallel.schedule)
+    rule = parse_rule(routing.force)
+    forced = None if rule is None else ForcedRouting(rule, seed=settings.seed, axis=mesh.stage)
     model = build_model(
         model_config,
         seed=settings.seed,
@@ -243,8 +259,17 @@ def build_run(
         layout=layout,
         experts=parallel.experts,
         recompute=recompute,
+        deferred=deferred,
+        observers=() if forced is None else (forced.install,),
     )
-    pipeline = Pipeline(model, mesh=mesh, layout=layout, schedule=parallel.schedule, loss_chunk=train.loss_chunk)
+    pipeline = Pipeline(
+        model,
+        mesh=mesh,
+        layout=layout,
+        schedule=parallel.schedule,
+        deferred=deferred,
+        loss_chunk=train.loss_chunk,
+    )
     dp, optimizer = build_optimizer(model, optim, mesh=mesh, layout=layout, zero=parallel.zero)
     store = CheckpointStore(
         folder / CHECKPOINTS,
@@ -258,7 +283,6 @@ def build_run(
     progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
     check_data(progress, loader)
     progress.data = data_identity(loader)
-    rule = parse_rule(routing.force)
     peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.world.group)
     with explained(folder):
         tracker_set = make_trackers(
@@ -287,7 +311,7 @@ def build_run(
         evaluate=evaluate,
         checkpoint=checkpoint,
         routing=routing,
-        forced=None if rule is None else ForcedRouting(model, rule, seed=settings.seed, axis=mesh.stage),
+        forced=forced,
         recorder=make_recorder(routing, model_config, folder=folder, resume_step=progress.step, rank=mesh.world.rank),
         peak_lr=optim.lr,
         seed=settings.seed,

@@ -29,6 +29,7 @@ from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig
 from parallel.data import DataParallel
 from parallel.mesh import Mesh, ParallelConfig, Traffic, make_mesh
+from parallel.pipeline.deferred import deferral
 from parallel.pipeline.layout import make_layout
 from parallel.pipeline.runtime import Pipeline
 from parallel.recompute import RecomputeConfig
@@ -121,6 +122,7 @@ def build(case: Case, mesh: Mesh, parallel: ParallelConfig | None = None) -> Rig
     cpu = torch.device("cpu")
     length = case.steps[0][0].input_ids.shape[1]
     layout = make_layout(parallel, case.config, length=length)
+    deferred = deferral(parallel.schedule)
     model = build_model(
         case.config,
         seed=SEED,
@@ -130,8 +132,11 @@ def build(case: Case, mesh: Mesh, parallel: ParallelConfig | None = None) -> Rig
         layout=layout,
         experts=parallel.experts,
         recompute=case.recompute,
+        deferred=deferred,
     )
-    pipeline = Pipeline(model, mesh=mesh, layout=layout, schedule=parallel.schedule, loss_chunk=LOSS_CHUNK)
+    pipeline = Pipeline(
+        model, mesh=mesh, layout=layout, schedule=parallel.schedule, deferred=deferred, loss_chunk=LOSS_CHUNK
+    )
     first = parameter_slices(model, mesh=mesh)
     with torch.no_grad():
         for name, spec in parameter_specs(model, mesh=mesh).items():

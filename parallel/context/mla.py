@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.documents import Documents
-from model.mla import LocalAttention
 from model.products import Product
-from model.seams import MLACache
+from model.seams import AttentionCore, AttentionKernel, MLACache
 from model.stats import LayerStats
 from parallel.collectives import all_gather, all_to_all
 from parallel.context.layout import SlicedDocuments
@@ -39,11 +38,24 @@ class ContextMLA:
     """`model.seams.AttentionCore` on a slice of the sequence; decoding with a cache is local.
 
     Each rank raises the largest logits of what it computed; the step takes the maximum over ranks.
+
+    Args:
+        local: the core that stood here; it decodes, and attends with this rank's heads.
+        axis: cp.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, local: AttentionCore, axis: Axis) -> None:
         self.axis = axis
-        self.local = LocalAttention()
+        self.local = local
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """Of both forms."""
+        return self.local.kernel
+
+    @kernel.setter
+    def kernel(self, kernel: AttentionKernel) -> None:
+        self.local.kernel = kernel
 
     def __call__(
         self,
@@ -81,6 +93,7 @@ class ContextMLA:
                 shared_key,
                 up_weight,
                 product=product,
+                kernel=self.kernel,
                 value_dim=value_dim,
                 documents=documents,
                 stats=stats,
@@ -124,6 +137,7 @@ def attend_own_queries(
     up_weight: Tensor,
     *,
     product: Product,
+    kernel: AttentionKernel,
     value_dim: int,
     documents: SlicedDocuments,
     stats: LayerStats | None,
@@ -133,7 +147,7 @@ def attend_own_queries(
     Args:
         q_BTHQ: queries of the slice.
         latent, shared_key: of the whole sequence.
-        up_weight, product, value_dim: as for `model.seams.AttentionCore`.
+        up_weight, product, kernel, value_dim: as for `model.seams.AttentionCore`.
         documents: of the slice.
         stats: takes the largest logit of each head among these queries.
     """
@@ -157,14 +171,16 @@ def attend_own_queries(
             q_tile, k_tile, v_tile = q[:, :, start:stop], k[:, :, keys], v[:, :, keys]
             shape = stop - start, k_tile.shape[2]
             visible = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
-            outputs.append(F.scaled_dot_product_attention(q_tile, k_tile, v_tile, attn_mask=visible, scale=q_dim**-0.5))
+            outputs.append(kernel.attend(q_tile, k_tile, v_tile, attn_mask=visible, scale=q_dim**-0.5))
             if stats is not None and stats.max_logit_H is not None:
-                _track_max_logit(q_tile.detach(), k_tile.detach(), visible, stats.max_logit_H)
+                _track_max_logit(q_tile.detach(), k_tile.detach(), visible, stats.max_logit_H, kernel=kernel)
     return torch.cat(outputs, dim=2)[..., :value_dim].transpose(1, 2)
 
 
 @torch.no_grad()
-def _track_max_logit(q_BHTQ: Tensor, k_BHSQ: Tensor, visible_TS: Tensor, max_logit_H: Tensor) -> None:
-    logits = (q_BHTQ @ k_BHSQ.mT).float() * q_BHTQ.shape[-1] ** -0.5
+def _track_max_logit(
+    q_BHTQ: Tensor, k_BHSQ: Tensor, visible_TS: Tensor, max_logit_H: Tensor, *, kernel: AttentionKernel
+) -> None:
+    logits = kernel.multiply(q_BHTQ, k_BHSQ.mT).float() * q_BHTQ.shape[-1] ** -0.5
     largest_H = logits.masked_fill_(~visible_TS, -torch.inf).amax(dim=(0, 2, 3))
     torch.maximum(max_logit_H, largest_H, out=max_logit_H)

@@ -40,3 +40,8 @@ class DeferredGradients:
     def install(self, model: nn.Module) -> None:
         """Put off the gradients of all products of ``model``; passes without gradients run as before."""
         wrap_products(model, lambda product: replace(product, put_off=self.put))
+
+
+def deferral(schedule: str) -> DeferredGradients | None:
+    """What collects the weight gradients of a schedule that makes them in actions of their own; None for the others."""
+    return DeferredGradients() if schedule == "zero_bubble" else None

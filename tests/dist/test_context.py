@@ -146,9 +146,9 @@ def on_slice(size: int, kind: str, x: dict[str, Tensor], offsets: list[int]) -> 
         for name, value in x.items()
     }
     if kind == "kda":
-        return backward(run_kda, ContextKDA(axis), own, documents)
+        return backward(run_kda, ContextKDA(LocalKDA(), axis), own, documents)
     stats = logit_stats(x["q"].shape[2])
-    found = backward(run_mla, ContextMLA(axis), own, documents, stats)
+    found = backward(run_mla, ContextMLA(LocalAttention(), axis), own, documents, stats)
     assert stats.max_logit_H is not None
     return found | {"max_logit": stats.max_logit_H}
 

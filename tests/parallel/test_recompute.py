@@ -27,7 +27,7 @@ from model.moe import MoE
 from model.router import select_experts
 from model.stats import ForwardStats
 from parallel import recompute
-from parallel.recompute import POLICIES, RecomputeConfig, apply_recompute
+from parallel.recompute import POLICIES, RecomputeConfig, install_recompute
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 from tests.model.tiny import FAMILIES, tiny_config, tiny_model, tokens
 from train.step import update_router_biases
@@ -44,7 +44,7 @@ OFFSETS = torch.tensor([0, 7, 30, 48], dtype=torch.int32)
 
 def changed(model: KimiModel, config: RecomputeConfig) -> KimiModel:
     """``model`` with everything above a few numbers offloaded, where it offloads."""
-    apply_recompute(model, config, offload_bytes=64)
+    install_recompute(model, config, offload_bytes=64)
     return model
 
 
@@ -200,7 +200,7 @@ LENGTH = 256
 def make_block(kind: str, config: RecomputeConfig, *, offload_bytes: int = 64) -> tuple[Block, ResidualState]:
     """A layer of the tiny K3 in fp64, KDA or MLA with experts, and what enters it: a prefix and two bank rows."""
     model = tiny_model()
-    apply_recompute(model, config, offload_bytes=offload_bytes)
+    install_recompute(model, config, offload_bytes=offload_bytes)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randn(1, LENGTH, 32, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
     return model.layers["KKKMM".index(kind) or 1], ResidualState(rows[0], tuple(rows[1:]))
