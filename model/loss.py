@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from model.precision import compute_dtype
+from model.products import DENSE, Product
 
 IGNORE_INDEX = -100
 """Label of a token that has no next token to predict."""
@@ -23,7 +23,13 @@ IGNORE_INDEX = -100
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, chunk: int, with_gradient: bool
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        labels_M: Tensor,
+        product: Product,
+        chunk: int,
+        with_gradient: bool,
     ) -> Tensor:
         dtype = compute_dtype(hidden_MD.dtype)
         total = torch.zeros((), dtype=dtype, device=hidden_MD.device)
@@ -31,7 +37,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=dtype) if with_gradient else None
         for start in range(0, hidden_MD.shape[0], chunk):
             hidden, labels = hidden_MD[start : start + chunk], labels_M[start : start + chunk]
-            logits = F.linear(hidden, weight_VD).to(dtype)
+            logits = product.value(hidden, weight_VD).to(dtype)
             log_normalizer = logits.logsumexp(dim=1)
             valid = labels != IGNORE_INDEX
             index = labels.clamp(min=0).unsqueeze(1)
@@ -44,15 +50,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_logits.scatter_add_(1, index, torch.full_like(losses, -1.0).unsqueeze(1))
             grad_logits.masked_fill_(~valid.unsqueeze(1), 0.0)
             narrow = grad_logits.to(hidden.dtype)
-            grad_hidden[start : start + chunk] = narrow @ weight_VD
-            grad_weight += narrow.T @ hidden
+            grad_hidden[start : start + chunk] = product.input_gradient(narrow, weight_VD)
+            grad_weight += product.weight_gradient(narrow, hidden)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
             (grad_hidden * grad).to(grad_hidden.dtype),
@@ -60,16 +66,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def chunked_cross_entropy(hidden: Tensor, weight_VD: Tensor, labels: Tensor, *, chunk: int = 1024) -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor, weight_VD: Tensor, labels: Tensor, *, product: Product = DENSE, chunk: int = 1024
+) -> Tensor:
     """Sum of the cross-entropies of all labelled tokens, in nats; divide by the step's global count.
 
     Args:
         hidden: [..., D] normalised last hidden states.
         weight_VD: the head.
         labels: int64 [...], the next token of each position, `IGNORE_INDEX` where there is none.
+        product: of hidden states and the head.
         chunk: tokens whose logits exist at once.
 
     Returns:
@@ -77,4 +87,4 @@ def chunked_cross_entropy(hidden: Tensor, weight_VD: Tensor, labels: Tensor, *, 
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _ChunkedCrossEntropy.apply(flat, weight_VD, labels.reshape(-1), chunk, with_gradient)
+    return _ChunkedCrossEntropy.apply(flat, weight_VD, labels.reshape(-1), product, chunk, with_gradient)

@@ -48,8 +48,8 @@ OFFLOAD_BYTES = 2**20
 """Smaller tensors stay: below about this size a transfer costs its latency, and they would free little."""
 
 REPEATED: tuple[tuple[type[nn.Module], str], ...] = (
-    (RMSNorm, "forward"),
-    (ResidualMix, "forward"),
+    (RMSNorm, "normalize"),
+    (ResidualMix, "mix"),
     (DecayGate, "squash"),
     (GatedFFN, "activation"),
     (MoE, "activation"),
@@ -78,11 +78,11 @@ class RecomputeConfig:
         return []
 
 
-def apply_recompute(model: KimiModel, config: RecomputeConfig, *, offload_bytes: int = OFFLOAD_BYTES) -> None:
-    """Make the layers of ``model`` keep less, in place. Call it after the seams were swapped, before any `compile`.
+def install_recompute(model: KimiModel, config: RecomputeConfig, *, offload_bytes: int = OFFLOAD_BYTES) -> None:
+    """Make the layers of ``model`` keep less, in place. Call it after whatever else wraps what it repeats.
 
-    Parameters, their names and the layers' classes stay what they are. Passes without gradients and decoding with a
-    cache run as before.
+    Parameters, their names, the layers' classes and methods stay what they are: only attributes are wrapped. Passes
+    without gradients and decoding with a cache run as before.
 
     Args:
         offload_bytes: tensors whose storage is smaller stay on the device.
@@ -92,7 +92,7 @@ def apply_recompute(model: KimiModel, config: RecomputeConfig, *, offload_bytes:
     for block in model.layers:
         if not isinstance(block, Block):
             continue  # another pipeline rank's
-        layer = _Layer(block, policy=config.policy, offload_bytes=offload_bytes if config.offload else None)
+        layer = _Layer(block.run, policy=config.policy, offload_bytes=offload_bytes if config.offload else None)
         if config.policy == "selective":
             for module in block.modules():
                 for kind, name in REPEATED:
@@ -100,37 +100,39 @@ def apply_recompute(model: KimiModel, config: RecomputeConfig, *, offload_bytes:
                         setattr(module, name, _Part(getattr(module, name), layer))
                 if isinstance(module, KDA):
                     module.core.prepare = _Part(module.core.prepare, layer)
-        block.forward = layer  # type: ignore[method-assign,assignment]
+        block.run = layer
 
 
 class _Layer:
-    """Stands in for a block's ``forward``: opens the ledger of each pass."""
+    """Wraps a block's ``run``: opens the ledger of each pass."""
 
-    def __init__(self, block: nn.Module, *, policy: str, offload_bytes: int | None) -> None:
-        self.block, self.forward = block, block.forward
+    def __init__(self, run: Callable[..., ResidualState], *, policy: str, offload_bytes: int | None) -> None:
+        self.run = run
         self.policy, self.offload_bytes = policy, offload_bytes
         self.ledger: _Ledger | None = None
 
     def __call__(
         self,
+        block: Block,
         state: ResidualState,
         *,
         documents: Documents,
         stats: LayerStats | None = None,
         cache: LayerCache | None = None,
+        decisions: Decisions | None = None,
     ) -> ResidualState:
         if cache is not None or not torch.is_grad_enabled():
-            return self.forward(state, documents=documents, stats=stats, cache=cache)
-        ledger = _Ledger(offload_bytes=self.offload_bytes, stay=[*self.block.parameters(), *state.bank])
+            return self.run(block, state, documents=documents, stats=stats, cache=cache, decisions=decisions)
+        ledger = _Ledger(offload_bytes=self.offload_bytes, stay=[*block.parameters(), *state.bank])
         if self.policy == "full":
-            decisions = Decisions()
-            again = partial(self.forward, documents=documents, decisions=decisions)
+            decisions = Decisions() if decisions is None else decisions
+            again = partial(self.run, block, documents=documents, decisions=decisions)
             return _Replay(again, (state,), ledger).first(partial(again, stats=stats), (state,))
         assert self.ledger is None, "a layer inside itself"
         self.ledger = ledger
         try:
             with saved_tensors_hooks(ledger.keep, _read):
-                return self.forward(state, documents=documents, stats=stats)
+                return self.run(block, state, documents=documents, stats=stats, decisions=decisions)
         finally:
             self.ledger = None
             ledger.close()

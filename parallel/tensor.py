@@ -32,14 +32,15 @@ from torch.nn import functional as F
 from model.config import ModelConfig
 from model.kda import KDA
 from model.kimi import KimiModel
-from model.layers import Embedding, GatedFFN
+from model.layers import Embedding, GatedFFN, Linear
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
 from model.mla import MLA
 from model.moe import MoE
 from model.params import declare, named_roles
 from model.precision import compute_dtype
+from model.products import DENSE, Product
 from model.router import Routing
-from model.seams import ExpertWeights, Linear, Received, TokenDispatcher
+from model.seams import ExpertWeights, Received, TokenDispatcher
 from parallel.collectives import all_gather, all_reduce, gather_plain, reduce_scatter
 from parallel.mesh import Axis
 
@@ -225,7 +226,9 @@ def _gather_logits(logits: Tensor, axis: Axis) -> Tensor:
     return gather_plain(logits, axis, dim=-1)
 
 
-def head_loss(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, axis: Axis, chunk: int) -> Tensor:
+def head_loss(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, axis: Axis, chunk: int, product: Product = DENSE
+) -> Tensor:
     """`model.loss.chunked_cross_entropy` of a head whose rows are cut over ``axis``; all its ranks return one value.
 
     Each rank's backward gives the gradient of its own rows, and to every rank's hidden states the whole gradient.
@@ -236,12 +239,13 @@ def head_loss(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, axis: Axis
         labels: int64 [B, T] of all tokens of the cp slice.
         axis: tp; of size 1, this is `chunked_cross_entropy`.
         chunk: tokens whose logits exist at once.
+        product: of hidden states and the head's rows.
     """
     if axis.size == 1:
-        return chunked_cross_entropy(hidden, head_weight, labels, chunk=chunk)
+        return chunked_cross_entropy(hidden, head_weight, labels, product=product, chunk=chunk)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     hidden_MD = all_gather(hidden, axis, dim=1).flatten(0, 1)
-    return _VocabCrossEntropy.apply(hidden_MD, head_weight, labels.flatten(), axis, chunk, with_gradient)
+    return _VocabCrossEntropy.apply(hidden_MD, head_weight, labels.flatten(), axis, product, chunk, with_gradient)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -252,7 +256,14 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, axis: Axis, chunk: int, with_gradient: bool
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        labels_M: Tensor,
+        axis: Axis,
+        product: Product,
+        chunk: int,
+        with_gradient: bool,
     ) -> Tensor:
         dtype = compute_dtype(hidden_MD.dtype)
         total = torch.zeros((), dtype=dtype, device=hidden_MD.device)
@@ -261,7 +272,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         rows = weight_VD.shape[0]
         for start in range(0, hidden_MD.shape[0], chunk):
             hidden, labels = hidden_MD[start : start + chunk], labels_M[start : start + chunk]
-            logits = F.linear(hidden, weight_VD).to(dtype)
+            logits = product.value(hidden, weight_VD).to(dtype)
             index, held = _rows_held(labels.unsqueeze(1), first=axis.rank * rows, rows=rows)
             target = logits.gather(1, index).masked_fill(~held, 0.0)
             own = torch.cat([logits.logsumexp(dim=1, keepdim=True), target], dim=1)
@@ -276,19 +287,20 @@ class _VocabCrossEntropy(torch.autograd.Function):
             grad_logits.scatter_add_(1, index, -held.to(dtype))
             grad_logits.masked_fill_(~valid.unsqueeze(1), 0.0)
             narrow = grad_logits.to(hidden.dtype)
-            grad_hidden[start : start + chunk] = narrow @ weight_VD
-            grad_weight += narrow.T @ hidden
+            grad_hidden[start : start + chunk] = product.input_gradient(narrow, weight_VD)
+            grad_weight += product.weight_gradient(narrow, hidden)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
             (grad_hidden * grad).to(grad_hidden.dtype),
             (grad_weight * grad).to(ctx.weight_dtype),
+            None,
             None,
             None,
             None,

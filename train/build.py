@@ -1,5 +1,6 @@
 """From a validated config to a `Run`: each part of the config goes to one constructor, and no further."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,22 @@ from model.config import ModelConfig
 from model.kimi import KimiModel
 from model.mla import MLA
 from model.params import named_roles, seed_from_name
-from model.precision import set_precision
+from model.precision import compute_dtype
+from model.widen import has_bf16_units
 from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
-from parallel.apply import parallelize
+from parallel.apply import Install, parallelize
 from parallel.cost import training_flops
 from parallel.data import DataParallel
 from parallel.grads import EMBEDDING
 from parallel.mesh import Axis, ExpertsConfig, Mesh
+from parallel.pipeline.deferred import DeferredGradients, deferral
 from parallel.pipeline.layout import PipelineLayout, make_layout
 from parallel.pipeline.runtime import Pipeline
-from parallel.pipeline.stage import held_layers, keep_part, parameter_stages, tied_to
+from parallel.pipeline.stage import held_layers, parameter_stages, tied_to
 from parallel.recompute import RecomputeConfig
-from parallel.sharding import TensorSlice, axis_of, materialize, parameter_specs
+from parallel.sharding import TensorSlice, axis_of, parameter_specs
 from parallel.tensor import cut_errors
 from train.checkpoint import CheckpointStore
 from train.config import RunConfig
@@ -116,6 +119,8 @@ def build_model(
     layout: PipelineLayout | None = None,
     experts: ExpertsConfig | None = None,
     recompute: RecomputeConfig | None = None,
+    deferred: DeferredGradients | None = None,
+    observers: Sequence[Install] = (),
 ) -> KimiModel:
     """A model with its first weights, drawn in fp32 and then cast: bf16 masters start from what bf16 holds.
 
@@ -124,6 +129,8 @@ def build_model(
         layout: how the model is cut into pipeline stages, of which it holds this rank's. None: it is whole.
         experts: how rows of experts are shared over ep. None: the defaults.
         recompute: what is kept between forward and backward. None: everything.
+        deferred: takes weight gradients that the pipeline's schedule puts off. None: none is put off.
+        observers: what else is installed, last of all.
 
     Raises:
         ValueError: the experts cannot be spread, or other parameters not be cut, evenly.
@@ -139,12 +146,18 @@ def build_model(
         )
     with torch.device("meta"):
         model = KimiModel(config)
-    if layout is not None:
-        stages = layout.stages_of(mesh.pp.rank)
-        keep_part(model, layout.layers_of(mesh.pp.rank), first=0 in stages, last=layout.last in stages)
-    materialize(model, mesh=mesh, seed=seed, std=config.init_std)
-    set_precision(model, dtype)
-    parallelize(model, mesh=mesh, experts=experts or ExpertsConfig(), recompute=recompute or RecomputeConfig())
+    parallelize(
+        model,
+        mesh=mesh,
+        layout=layout,
+        seed=seed,
+        dtype=dtype,
+        wide=compute_dtype(dtype) != dtype and not has_bf16_units(device),
+        experts=experts or ExpertsConfig(),
+        recompute=recompute or RecomputeConfig(),
+        deferred=deferred,
+        observers=observers,
+    )
     return model.to(device)
 
 
@@ -194,18 +207,20 @@ def build_optimizer(
     return dp, optimizer
 
 
-def build_rig(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Rig:
+def build_rig(config: RunConfig, *, mesh: Mesh, device: torch.device, observers: Sequence[Install] = ()) -> Rig:
     """The model with its first weights on this rank of the mesh, and what trains it.
 
     Args:
         config: its ``parallel`` made ``mesh``, and says besides how layers are cut into stages and what data
             parallelism shards.
+        observers: as for `build_model`.
 
     Raises:
         ValueError: the model cannot be cut so.
     """
     parallel = config.parallel
     layout = make_layout(parallel, config.model, length=config.batch.length)
+    deferred = deferral(parallel.schedule)
     model = build_model(
         config.model,
         seed=config.run.seed,
@@ -215,8 +230,17 @@ def build_rig(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Rig:
         layout=layout,
         experts=parallel.experts,
         recompute=config.recompute,
+        deferred=deferred,
+        observers=observers,
     )
-    pipeline = Pipeline(model, mesh=mesh, layout=layout, schedule=parallel.schedule, loss_chunk=config.train.loss_chunk)
+    pipeline = Pipeline(
+        model,
+        mesh=mesh,
+        layout=layout,
+        schedule=parallel.schedule,
+        deferred=deferred,
+        loss_chunk=config.train.loss_chunk,
+    )
     dp, optimizer = build_optimizer(model, config.optim, mesh=mesh, layout=layout, zero=parallel.zero)
     return Rig(mesh, model, pipeline, dp, optimizer)
 
@@ -236,7 +260,9 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
     """
     folder, world, seed = Path(config.run.dir), mesh.world, config.run.seed
     loader = open_loader(config.data, cache=Path(config.run.cache), vocab_size=config.model.vocab_size, seed=seed)
-    rig = build_rig(config, mesh=mesh, device=device)
+    rule = parse_rule(config.routing.force)
+    forced = None if rule is None else ForcedRouting(rule, seed=seed, axis=mesh.stage)
+    rig = build_rig(config, mesh=mesh, device=device, observers=() if forced is None else (forced.install,))
     store = CheckpointStore(
         folder / CHECKPOINTS,
         rank=world.rank,
@@ -249,7 +275,6 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
     progress = resume(store, rig.model, dp=rig.dp, optimizer=rig.optimizer, mesh=mesh) or Progress(loader.start())
     check_data(progress, loader)
     progress.data = data_identity(loader)
-    rule = parse_rule(config.routing.force)
     peak = sum_over_ranks(matmul_rate(device, DTYPES[config.train.precision]), group=world.group)
     with explained(folder):
         trackers = make_trackers(
@@ -269,7 +294,7 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
         checkpoints=store,
         trackers=trackers,
         throughput=Throughput(flops_per_token=training_flops(config.model, length=config.batch.length), peak=peak),
-        forced=None if rule is None else ForcedRouting(rig.model, rule, seed=seed, axis=mesh.stage),
+        forced=forced,
         recorder=make_recorder(config.routing, config.model, folder=folder, resume_step=progress.step, rank=world.rank),
         progress=progress,
         facts={

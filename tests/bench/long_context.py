@@ -20,7 +20,8 @@ from launch.ranks import RankPool
 from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from model.documents import Documents
 from model.loss import IGNORE_INDEX
-from model.seams import LocalAttention
+from model.mla import LocalAttention
+from model.products import DENSE
 from model.stats import LayerStats
 from optim.groups import OptimConfig
 from parallel.mesh import ParallelConfig, make_mesh
@@ -125,7 +126,9 @@ def attention_seconds(length: int) -> float:
     # QK-Clip wants the largest logit, as in training.
     stats = LayerStats(None, None, torch.full((1,), -torch.inf), None)
     began = time.process_time()
-    out = LocalAttention()(**inputs, value_dim=mla.value_dim, documents=documents, stats=stats, cache=None)
+    out = LocalAttention()(
+        **inputs, product=DENSE, value_dim=mla.value_dim, documents=documents, stats=stats, cache=None
+    )
     out.backward(torch.ones_like(out))
     return time.process_time() - began
 
