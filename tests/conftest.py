@@ -22,7 +22,7 @@ MOST_WORKERS = 8
 """Each imports torch: some 0.4 GB."""
 
 RANKS = "modules that start ranks"
-STARTS_RANKS = ("RankPool", "torch.distributed.run", "launch.certify")
+STARTS_RANKS = ("RankPool", "Pools", "torch.distributed.run", "launch.certify")
 """A module that names one of these starts ranks."""
 
 # The same examples every time. What makes an example slow is the machine, never the example.

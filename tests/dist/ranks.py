@@ -3,7 +3,7 @@
 import launch.ranks
 from launch.ranks import RankError
 
-__all__ = ["PATIENCE", "RankError", "RankPool"]
+__all__ = ["PATIENCE", "Pools", "RankError", "RankPool"]
 
 PATIENCE = 900.0
 """Seconds after which what a test waits for is taken to hang: far more than the slowest machine needs, so that time
@@ -20,3 +20,27 @@ class RankPool(launch.ranks.RankPool):
 
     def __init__(self, size: int, *, grace: float = PATIENCE) -> None:
         super().__init__(size, timeout=PATIENCE, grace=grace, preload=("train.parity",))
+
+
+class Pools:
+    """A `RankPool` of each size, started when first asked for; use as a context manager."""
+
+    def __init__(self, *, grace: float = PATIENCE) -> None:
+        self._grace = grace
+        self._by_size: dict[int, RankPool] = {}
+
+    def of(self, size: int) -> RankPool:
+        if size not in self._by_size:
+            self._by_size[size] = RankPool(size, grace=self._grace)
+        return self._by_size[size]
+
+    def drop(self, size: int) -> None:
+        """Close a pool in which a rank failed: the others may have been killed."""
+        self._by_size.pop(size).close()
+
+    def __enter__(self) -> "Pools":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for size in list(self._by_size):
+            self.drop(size)
