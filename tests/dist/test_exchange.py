@@ -39,7 +39,7 @@ LR = 0.02
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(4, timeout=60) as ranks:
+    with RankPool(4) as ranks:
         yield ranks
 
 

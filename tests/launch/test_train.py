@@ -13,6 +13,7 @@ import torch
 from data.manifest import read_manifest
 from launch.train import main, too_little_memory
 from tests.data.corpora import write_corpus
+from tests.dist.ranks import PATIENCE
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 from train import staging
 from train.checkpoint import CheckpointStore
@@ -292,7 +293,7 @@ def test_an_interrupted_run_says_that_it_resumes_and_does(tmp_path: Path, corpus
         while not process.stdout.readline().startswith("step "):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import model.layers
+from model.dispatch import _Expand, combine_rows
 from model.kernels.causal_conv import causal_conv
 from model.kernels.grouped_linear import grouped_weight_gradient
 from model.kernels.residual_mix import residual_mix
-from model.layers import Embedding, RMSNorm, look_up
-from model.seams import Linear, _Expand, combine_rows
+from model.layers import Embedding, Linear, RMSNorm, look_up
 
 BF16 = torch.bfloat16
 COUNT = 4096
