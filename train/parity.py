@@ -159,15 +159,15 @@ def train(case: Case, rig: Rig) -> Outcome[TensorSlice]:
     specs = parameter_specs(rig.model, mesh=mesh)
     before = parameter_slices(rig.model, mesh=mesh)
     gradients: list[dict[str, TensorSlice]] = []
-    update = rig.optimizer.step
+    stepper = Stepper(rig.pipeline, dp=rig.dp, optimizer=rig.optimizer)
+    update = stepper.update
 
     def record(owned: Mapping[str, Tensor], *, lr: float, clip: float, max_logits: Tensor | None) -> None:
         # Here every gradient is complete, and the optimizer has not overwritten it yet.
         gradients.append({name: specs[name].place(x.clone(), mesh) for name, x in owned.items()})
         update(owned, lr=lr, clip=clip, max_logits=max_logits)
 
-    rig.optimizer.step = record  # type: ignore[method-assign,assignment]
-    stepper = Stepper(rig.pipeline, dp=rig.dp, optimizer=rig.optimizer)
+    stepper.update = record
     results: list[StepResult] = []
     for step in case.steps:
         results.append(stepper.step(step[mesh.dp.rank :: mesh.dp.size], lr=LEARNING_RATE))

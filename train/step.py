@@ -5,7 +5,7 @@ microbatches, before any backward pass: so the gradient is the same however the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,7 @@ class Stepper:
 
     def __init__(self, pipeline: Pipeline, *, dp: DataParallel, optimizer: ShardedOptimizer) -> None:
         self.pipeline, self.dp, self.optimizer = pipeline, dp, optimizer
+        self.update: Callable[..., None] = optimizer.step
         self.model, self.mesh, self.device = pipeline.model, pipeline.mesh, pipeline.device
         self.layers = held_layers(self.model)
         self.tied = tied_to(self.model, mesh=self.mesh)
@@ -90,7 +91,7 @@ class Stepper:
         report = finalize(self.dp, clip_norm=self.optimizer.config.clip_norm, world=self.mesh.world, tied=self.tied)
         skipped = not (report.finite and math.isfinite(loss))
         if not skipped:
-            self.optimizer.step(
+            self.update(
                 self.dp.owned_gradients(),
                 lr=lr,
                 clip=report.clip,
