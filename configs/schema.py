@@ -6,6 +6,7 @@ in them is refused, wherever it comes from.
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,5 +202,6 @@ def differences(saved: dict[str, Any], config: RunConfig) -> tuple[list[str], li
         if name.startswith(FREE):
             allowed.append(line)
         else:
-            refused.append(f"{line}  ({MEANING[name.split('.')[0]]})")
+            remedy = f"; {name}={old} takes it back" if re.fullmatch(r"[\w.+-]+", str(old)) else ""
+            refused.append(f"{line}  ({MEANING[name.split('.')[0]]}){remedy}")
     return allowed, refused

@@ -12,8 +12,7 @@ from model.config import ModelConfig
 from model.kimi import KimiModel
 from model.mla import MLA
 from model.params import named_roles, seed_from_name
-from model.precision import compute_dtype
-from model.widen import has_bf16_units
+from model.widen import in_fp32, wants_fp32_products
 from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
@@ -33,13 +32,12 @@ from train.checkpoint import CheckpointConfig, CheckpointStore
 from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
 from train.metrics import TrackerConfig, TrackerSet, load_run_id, make_trackers
 from train.phases import BatchConfig, ScheduleConfig
+from train.precision import DTYPES, describe_precision
 from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.settings import EvaluateSettings, RunSettings, TrainSettings
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, sum_over_ranks
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
@@ -154,7 +152,7 @@ def build_model(
         layout=layout,
         seed=seed,
         dtype=dtype,
-        wide=compute_dtype(dtype) != dtype and not has_bf16_units(device),
+        wide=wants_fp32_products(dtype, device),
         experts=experts or ExpertsConfig(),
         recompute=recompute or RecomputeConfig(),
         deferred=deferred,
@@ -283,7 +281,8 @@ def build_run(
     progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
     check_data(progress, loader)
     progress.data = data_identity(loader)
-    peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.world.group)
+    multiply = in_fp32(torch.matmul) if wants_fp32_products(dtype, device) else torch.matmul
+    peak = sum_over_ranks(matmul_rate(device, dtype, multiply=multiply), group=mesh.world.group)
     with explained(folder):
         tracker_set = make_trackers(
             trackers,
@@ -321,7 +320,7 @@ def build_run(
             "matmul_flops_per_second": peak,
             "ranks": mesh.world.size,
             "device": str(device),
-            "precision": train.precision,
+            "precision": describe_precision(train.precision, device),
         },
     )
 
