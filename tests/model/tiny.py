@@ -6,7 +6,6 @@ from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from model.kimi import KimiModel
 from model.params import initialize
 from model.precision import set_precision
-from model.widen import wants_fp32_products, widen
 
 
 def tiny_config(family: str = "k3") -> ModelConfig:
@@ -47,8 +46,6 @@ def tiny_model(family: str | ModelConfig = "k3", *, dtype: torch.dtype = torch.f
     model = KimiModel(tiny_config(family) if isinstance(family, str) else family)
     initialize(model, seed=seed, std=model.config.init_std)
     set_precision(model, dtype)
-    if wants_fp32_products(dtype, torch.device("cpu")):
-        widen(model)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, param in model.named_parameters():
