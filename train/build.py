@@ -12,8 +12,7 @@ from model.config import ModelConfig
 from model.kimi import KimiModel
 from model.mla import MLA
 from model.params import named_roles, seed_from_name
-from model.precision import compute_dtype
-from model.widen import has_bf16_units
+from model.widen import in_fp32, wants_fp32_products
 from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
@@ -33,12 +32,11 @@ from train.checkpoint import CheckpointStore
 from train.config import RunConfig
 from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
 from train.metrics import TrackerSet, load_run_id, make_trackers
+from train.precision import DTYPES, describe_precision
 from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, sum_over_ranks
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
@@ -152,7 +150,7 @@ def build_model(
         layout=layout,
         seed=seed,
         dtype=dtype,
-        wide=compute_dtype(dtype) != dtype and not has_bf16_units(device),
+        wide=wants_fp32_products(dtype, device),
         experts=experts or ExpertsConfig(),
         recompute=recompute or RecomputeConfig(),
         deferred=deferred,
@@ -275,7 +273,9 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
     progress = resume(store, rig.model, dp=rig.dp, optimizer=rig.optimizer, mesh=mesh) or Progress(loader.start())
     check_data(progress, loader)
     progress.data = data_identity(loader)
-    peak = sum_over_ranks(matmul_rate(device, DTYPES[config.train.precision]), group=world.group)
+    dtype = DTYPES[config.train.precision]
+    multiply = in_fp32(torch.matmul) if wants_fp32_products(dtype, device) else torch.matmul
+    peak = sum_over_ranks(matmul_rate(device, dtype, multiply=multiply), group=world.group)
     with explained(folder):
         trackers = make_trackers(
             config.trackers,
@@ -302,7 +302,7 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
             "matmul_flops_per_second": peak,
             "ranks": world.size,
             "device": str(device),
-            "precision": config.train.precision,
+            "precision": describe_precision(config.train.precision, device),
         },
     )
 

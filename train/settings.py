@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-PRECISIONS = ("bf16", "fp32", "fp64")
+PRECISIONS = ("auto", "bf16", "fp32", "fp64")
 
 
 @dataclass
@@ -42,8 +42,9 @@ class TrainSettings:
     FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("steps", "max_skipped", "detail_every", "replica_check_every")
 
     steps: int = 1000
-    precision: str = "bf16"
-    """bf16: bf16 compute, fp32 master weights and gradient sums. fp32: fp32 throughout.
+    precision: str = "auto"
+    """auto: bf16 where its products are fast (GPUs, CPUs with units for it), else fp32; decided when a run begins.
+    bf16: bf16 compute, fp32 master weights and gradient sums. fp32: fp32 throughout.
     fp64: for proofs that two runs are equal."""
     max_skipped: int = 10
     """Updates skipped in a row for a non-finite loss or gradient before the run gives up."""
