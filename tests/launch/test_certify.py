@@ -21,7 +21,7 @@ from model.loss import IGNORE_INDEX
 from parallel.expert.planner import ExpertPlan, plan_home
 from parallel.mesh import ParallelConfig
 from parallel.sharding import TensorSlice
-from tests.launch.test_shrink import MODELS
+from tests.train.proof.test_shrink import MODELS
 from train.proof.case import LEAN, STEPS, lends, make_case
 from train.proof.parity import Case, Outcome, train_on_mesh
 from train.proof.shrink import BALANCE_ABOVE, microbatches_per_rank, ranks_of, shrink
