@@ -50,8 +50,9 @@ class SourceConfig:
 class DataConfig:
     """What a run reads."""
 
-    AT_RESUME: ClassVar[str] = "other data: the saved position would point at other samples"
-    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("verify",)
+    AT_RESUME: ClassVar[str] = "other samples would be held out, and those trained on come in another order"
+    # What the sources are is known by their content, which the checkpoint names: `train.build.continue_data`.
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("sources", "vocab_size", "verify")
 
     sources: list[SourceConfig] = field(default_factory=list)
     """Empty: the default corpus, the Python standard library's own sources."""

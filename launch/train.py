@@ -29,12 +29,13 @@ from parallel.mesh import build_mesh
 from train.allocator import keep_freed_memory
 from train.build import build_run
 from train.checkpoint import CheckpointError
-from train.config import RunConfig, differences
+from train.config import RunConfig
 from train.loop import TrainingFailed, train
 from train.precision import resolve_precision
 from train.progress import ProgressDisplay
 from train.report import write_report
-from train.run_folder import CONFIG_FILE, RunLock, explained, has_progress, read_config, write_config, write_facts
+from train.resuming import check_folder
+from train.run_folder import RunLock, explained, write_config, write_facts
 
 USAGE = """usage: [torchrun --nproc-per-node=N] -m launch.train [--cfg] [KEY=VALUE ...]
 
@@ -83,26 +84,12 @@ def check(config: RunConfig, *, world_size: int, rank: int) -> None:
     """Everything that can be known to be wrong before any process group starts.
 
     Raises:
-        ConfigError: contradictions, or a run folder made by another config.
+        ValueError: contradictions, or a run folder made by another config.
     """
     problems = validate(config, world_size=world_size)
     if problems:
         raise ConfigError("\n".join(problems))
-    folder = Path(config.run.dir)
-    with explained(folder):
-        saved = read_config(folder)
-        if saved is None or not has_progress(folder):
-            return
-    if unknown := sorted(str(name) for name in saved.keys() - asdict(config).keys()):
-        raise ConfigError(
-            f"{folder / CONFIG_FILE}: has {', '.join(unknown)}, which no config has; restore it or set another run.dir"
-        )
-    allowed, refused = differences(saved, config)
-    if refused:
-        lines = "\n".join(f"  {line}" for line in refused)
-        raise ConfigError(
-            f"run.dir={folder}: this folder was made by another config; set another run.dir, or take back\n{lines}"
-        )
+    allowed = check_folder(config)
     if allowed and rank == 0:
         print("resuming with " + ", ".join(allowed))
 

@@ -39,7 +39,8 @@ class OptimConfig:
     Defaults as in Kimi K3 technical report 2.5 and 3.3 where it says them, else as kept from Kimi K2.
     """
 
-    AT_RESUME: ClassVar[str] = "another optimizer"
+    AT_RESUME: ClassVar[str] = "another optimizer: the steps to come would follow another rule"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("bucket_mb",)
 
     lr: float = 1e-3
     """Peak learning rate; Muon's update is scaled to the size of AdamW's, so both use it."""

@@ -10,7 +10,7 @@ PRECISIONS = ("auto", "bf16", "fp32", "fp64")
 class RunSettings:
     """Where a run lives. The same folder again resumes it."""
 
-    AT_RESUME: ClassVar[str] = "another random seed"
+    AT_RESUME: ClassVar[str] = "another random seed: the data would come in another order"
     FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("name", "dir", "cache", "timeout")
 
     name: str = "run"
@@ -38,8 +38,14 @@ class RunSettings:
 class TrainSettings:
     """How far and how a run trains. ``steps`` only says when to stop: the learning rate follows tokens."""
 
-    AT_RESUME: ClassVar[str] = "another computation"
-    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("steps", "max_skipped", "detail_every", "replica_check_every")
+    AT_RESUME: ClassVar[str] = "another precision: the steps to come would be computed otherwise"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "max_skipped",
+        "loss_chunk",
+        "detail_every",
+        "replica_check_every",
+    )
 
     steps: int = 1000
     precision: str = "auto"

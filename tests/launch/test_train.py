@@ -115,7 +115,10 @@ def test_a_folder_made_by_another_config_is_refused_with_a_classified_difference
     error = capsys.readouterr().err
     assert "this folder was made by another config; set another run.dir" in error
     assert "model.moe.experts: 8 -> 4  (another model" in error
-    assert "optim.lr: 0.004 -> 0.001  (another optimizer)" in error
+    assert (
+        "optim.lr: 0.004 -> 0.001  (another learning rate: step 1 was done at 0.0008 and would have been at 0.0002)"
+        in error
+    )
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
