@@ -17,7 +17,6 @@ from model.layers import RMSNorm, ShortConv
 from model.params import ParamRole, declare
 from model.precision import compute_dtype
 from model.seams import ConvWeights, KDACache, KDACore, Linear, LocalKDA
-from model.stats import LayerStats
 
 
 class DecayGate(nn.Module):
@@ -91,9 +90,7 @@ class KDA(nn.Module):
         self.out = Linear(width, dim, role=ParamRole(kind="matrix", heads=config.heads, by_columns=True))
         self.core: KDACore = LocalKDA()
 
-    def forward(
-        self, x_BTD: Tensor, *, documents: Documents, stats: LayerStats | None, cache: KDACache | None
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, *, documents: Documents, cache: KDACache | None) -> Tensor:
         streams = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         filters = ConvWeights(self.q_conv.weight, self.k_conv.weight, self.v_conv.weight)
         beta_BTH = torch.sigmoid(self.beta(x_BTD).to(compute_dtype(x_BTD.dtype)))

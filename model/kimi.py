@@ -65,7 +65,10 @@ class Block(nn.Module):
         h_BTD = self.mixer_norm(read(self.mixer_mix, state))
         if self.closes[0]:
             state = state.close_block()
-        state = state.add(self.mixer(h_BTD, documents=documents, stats=stats, cache=cache))
+        if isinstance(self.mixer, KDA):
+            state = state.add(self.mixer(h_BTD, documents=documents, cache=cache))
+        else:
+            state = state.add(self.mixer(h_BTD, documents=documents, stats=stats, cache=cache))
         h_BTD = self.ffn_norm(read(self.ffn_mix, state))
         if self.closes[1]:
             state = state.close_block()

@@ -17,6 +17,7 @@ K choices, R rows, S segments.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -230,9 +231,10 @@ class LocalKDA:
             for x, weight, tail, normalize in zip(streams, filters, tails, NORMALIZED)
         )
         if cache is None:
-            return kda_chunk(q, k, v, g_BTHK, beta_BTH, cu_seqlens=documents.cu_seqlens, gate_bound=gate_bound)[0]
+            offsets, plans = documents.cu_seqlens, documents.kda_plans
+            return kda_chunk(q, k, v, g_BTHK, beta_BTH, cu_seqlens=offsets, gate_bound=gate_bound, plans=plans)[0]
         # For a single token the recurrence itself is the fast form.
-        kernel = kda_reference if q.shape[1] == 1 else kda_chunk
+        kernel = kda_reference if q.shape[1] == 1 else partial(kda_chunk, plans=documents.kda_plans)
         o, cache.state_BHKV = kernel(q, k, v, g_BTHK, beta_BTH, initial_state=cache.state_BHKV)
         keep = cache.tails[0].shape[1]
         q_tail, k_tail, v_tail = (torch.cat([t, x], dim=1)[:, x.shape[1] :] for t, x in zip(cache.tails, streams))
@@ -309,6 +311,14 @@ class TokenDispatcher(Protocol):
 SEGMENT_ALIGNMENT = 16
 
 
+class LocalPlan(NamedTuple):
+    """The token of each padded row, the padded row of each (token, choice), and where segments end (int32)."""
+
+    source_S: Tensor
+    slot_R: Tensor
+    ends_S: Tensor
+
+
 class LocalDispatch(NamedTuple):
     """Rows at hand, and where each (token, choice) stands among them: ``slot_TK`` int64."""
 
@@ -324,14 +334,12 @@ class LocalDispatcher:
 
     def dispatch(self, x_TL: Tensor, routing: Routing, weights: ExpertWeights) -> LocalDispatch:
         experts = weights.gate.shape[0]
-        plan = routing.decisions.once("plan", lambda: self._plan(routing.expert_TK, experts=experts))
-        source_S, slot_R, ends_S = plan
-        slot_TK = slot_R.view(routing.expert_TK.shape)
-        rows_RL = _Expand.apply(x_TL, source_S, slot_TK)
-        return LocalDispatch(Received(rows_RL, ends_S, weights), slot_TK)
+        plan = routing.decisions.once(LocalPlan, lambda: self._plan(routing.expert_TK, experts=experts))
+        slot_TK = plan.slot_R.view(routing.expert_TK.shape)
+        rows_RL = _Expand.apply(x_TL, plan.source_S, slot_TK)
+        return LocalDispatch(Received(rows_RL, plan.ends_S, weights), slot_TK)
 
-    def _plan(self, expert_TK: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The token of each padded row, the padded row of each (token, choice), and where segments end (int32)."""
+    def _plan(self, expert_TK: Tensor, *, experts: int) -> LocalPlan:
         expert_R = expert_TK.flatten()
         count_E = torch.bincount(expert_R, minlength=experts)
         padded_E = (count_E + SEGMENT_ALIGNMENT - 1) // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
@@ -344,7 +352,7 @@ class LocalDispatcher:
         # Padding slots read row ``tokens``, a row of zeros.
         source_S = torch.full((int(ends_E[-1]),), tokens, device=order_R.device)
         source_S[slot_R] = torch.arange(order_R.numel(), device=order_R.device) // choices
-        return source_S, slot_R, ends_E.to(torch.int32)
+        return LocalPlan(source_S, slot_R, ends_E.to(torch.int32))
 
     def receive(self, handle: LocalDispatch) -> tuple[Received]:
         return (handle.received,)

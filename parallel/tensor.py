@@ -142,7 +142,7 @@ def _cut_mixer(mixer: KDA | MLA, region: Region) -> None:
     mixer.heads = heads
 
     def enter(mixer: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[tuple[Tensor], dict[str, Any]]:
-        stats = kwargs["stats"]
+        stats = kwargs.get("stats")
         if stats is not None and stats.max_logit_H is not None:
             own_H = stats.max_logit_H.narrow(0, region.axis.rank * heads, heads)
             kwargs = kwargs | {"stats": replace(stats, max_logit_H=own_H)}
@@ -189,6 +189,12 @@ def _rows_held(ids: Tensor, *, first: int, rows: int) -> tuple[Tensor, Tensor]:
     return row.clamp(0, rows - 1), held
 
 
+class _ChosenByAll(NamedTuple):
+    """The experts of the tokens of all tp ranks: int64 [T, K]."""
+
+    expert_TK: Tensor
+
+
 class _Entered(NamedTuple):
     """What `RegionDispatcher` remembers: the routing of all tokens, and the inner dispatcher's handle."""
 
@@ -208,8 +214,9 @@ class RegionDispatcher:
 
     def dispatch(self, x_TL: Tensor, routing: Routing, weights: ExpertWeights) -> _Entered:
         decisions = routing.decisions
-        expert_TK = decisions.once("experts of all tp ranks", lambda: self.region.enter(routing.expert_TK, dim=0))
-        entered = Routing(expert_TK, self.region.enter(routing.weight_TK, dim=0), decisions, routing.rows)
+        chosen = decisions.once(_ChosenByAll, lambda: _ChosenByAll(self.region.enter(routing.expert_TK, dim=0)))
+        weight_TK = self.region.enter(routing.weight_TK, dim=0)
+        entered = Routing(chosen.expert_TK, weight_TK, decisions, routing.record)
         return _Entered(entered, self.inner.dispatch(self.region.enter(x_TL, dim=0), entered, weights))
 
     def receive(self, handle: _Entered) -> tuple[Received, ...]:

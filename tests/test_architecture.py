@@ -108,5 +108,6 @@ FAST_KERNELS = [
 
 @pytest.mark.parametrize("kernel", FAST_KERNELS, ids=lambda path: path.stem)
 def test_every_kernel_has_its_reference(kernel: Path) -> None:
-    stem = {"kda_chunk": "kda"}.get(kernel.stem, kernel.stem)
+    # The chunked form of KDA lies in several files.
+    stem = "kda" if kernel.stem.startswith("kda_") else kernel.stem
     assert (kernel.parent / f"{stem}_reference.py").exists()

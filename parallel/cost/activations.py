@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model.kernels.kda_chunk import CHUNK
+from model.kernels.kda_plan import CHUNK
 from model.seams import SEGMENT_ALIGNMENT
 from parallel.cost.plan import StepPlan
 

@@ -14,7 +14,7 @@ Without a pipeline the model is one stage on one rank: F and B of each microbatc
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -241,8 +241,10 @@ class Pipeline:
             leaves = [x.detach().requires_grad_(run.labels is not None) for x in entering]
             state = ResidualState(leaves[0], tuple(leaves[1:]))
         layers = layout.layers(stage)
+        # Without the index plans of other passes: they live no longer than this pass and its graph.
+        documents = replace(batch.documents)
         state = self.model.run_layers(
-            state, layers.start, layers.stop, documents=batch.documents, stats=run.stats, caches=run.caches
+            state, layers.start, layers.stop, documents=documents, stats=run.stats, caches=run.caches
         )
         outputs = self._finish(run, batch, state) if stage == layout.last else self._pass_on(run, action, state, rows)
         if run.labels is not None:
