@@ -18,10 +18,10 @@ from dataclasses import astuple, fields
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from model.stats import ForwardStats
+from parallel.collectives import gather_plain
 from parallel.expert.stats import RowStats
 from parallel.mesh import Mesh
 
@@ -55,14 +55,11 @@ def expert_balance(
         rows: this rank's `row_table`.
         load: int64 [MoE layers, E], rows that all ranks' routers chose.
     """
-    tables = [rows]
-    if mesh.ep.size > 1:
-        tables = [torch.empty_like(rows) for _ in range(mesh.world.size)]
-        dist.all_gather(tables, rows, group=mesh.world.group)
     sizes = Sizes(mesh.pp.size, mesh.expert_dp.size, mesh.ep.size, mesh.tp.size)
     columns = {"entropy": entropy(load).tolist()}
     if mesh.ep.size > 1:
-        columns |= {name: value.tolist() for name, value in share_of_ranks(torch.stack(tables), load, sizes).items()}
+        tables = gather_plain(rows.unsqueeze(0), mesh.world, dim=0)
+        columns |= {name: value.tolist() for name, value in share_of_ranks(tables, load, sizes).items()}
     return {
         str(layer): dict(zip(columns, numbers))
         for layer, numbers in zip(moe_layers, zip(*columns.values(), strict=True), strict=True)

@@ -34,7 +34,7 @@ from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.settings import EvaluateSettings, RunSettings, TrainSettings
 from train.step import Stepper
-from train.throughput import Throughput, matmul_rate, sum_over_ranks
+from train.throughput import Throughput, matmul_rate, total_rate
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -259,7 +259,7 @@ def build_run(
     check_data(progress, loader)
     progress.data = data_identity(loader)
     rule = parse_rule(routing.force)
-    peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.world.group)
+    peak = total_rate(matmul_rate(device, dtype), axis=mesh.world)
     with explained(folder):
         tracker_set = make_trackers(
             trackers,
