@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.overrides import override_error, unknown_key, wrong_value
-from configs.schema import RunConfig, flatten, register
+from configs.schema import register
+from train.config import RunConfig, flatten
 
 
 class ConfigError(ValueError):

@@ -16,8 +16,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.schema import RunConfig, flatten
 from data.loader import SourceConfig
+from train.config import RunConfig, flatten
 
 GROUPS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))

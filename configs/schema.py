@@ -1,49 +1,19 @@
-"""RunConfig: the whole configuration, typed; and every check that needs more than one field.
+"""The schema that Hydra composes, and every check of a configuration that needs more than one section.
 
-The dataclasses stand beside the code that they configure and are only put together here. A key that is not
-in them is refused, wherever it comes from.
+A key that is not in `train.config.RunConfig` is refused, wherever it comes from.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from data.loader import DataConfig
-from model.config import ModelConfig
-from optim.groups import OptimConfig
 from parallel.context.layout import length_error
-from parallel.mesh import ParallelConfig
 from parallel.pipeline.layout import layout_errors
-from parallel.recompute import RecomputeConfig
 from parallel.tensor import cut_errors
-from train.checkpoint import CheckpointConfig
-from train.forced_routing import RoutingSettings
-from train.metrics import TrackerConfig
-from train.phases import BatchConfig, ScheduleConfig
-from train.settings import EvaluateSettings, RunSettings, TrainSettings
-
-
-@dataclass
-class RunConfig:
-    """One run, whole. Group files and experiments fill it; the command line overrides it."""
-
-    run: RunSettings = field(default_factory=RunSettings)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    train: TrainSettings = field(default_factory=TrainSettings)
-    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    trackers: TrackerConfig = field(default_factory=TrackerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    routing: RoutingSettings = field(default_factory=RoutingSettings)
+from train.config import RunConfig
 
 
 def register() -> None:
@@ -57,22 +27,9 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
     Args:
         world_size: ranks that were launched.
     """
-    found = [
-        *config.parallel.errors(world_size),
-        *config.model.errors(),
-        *config.data.errors(),
-        *config.batch.errors(config.parallel.resolved_dp(world_size)),
-        *config.schedule.errors(),
-        *config.optim.errors(),
-        *config.run.errors(),
-        *config.train.errors(),
-        *config.evaluate.errors(),
-        *config.checkpoint.errors(),
-        *config.trackers.errors(),
-        *config.recompute.errors(),
-        *config.routing.errors(),
-        *_routing_errors(config),
-    ]
+    sizes = {"parallel": (world_size,), "batch": (config.parallel.resolved_dp(world_size),)}
+    found = [problem for name, section in config.sections().items() for problem in section.errors(*sizes.get(name, ()))]
+    found += _routing_errors(config)
     infinite = {name: value for name, value in _floats(dataclasses.asdict(config)) if not math.isfinite(value)}
     # Said once: a field's own rule may refuse it as well.
     found = [problem for problem in found if problem.split("=")[0] not in infinite]
@@ -140,66 +97,3 @@ def _routing_errors(config: RunConfig) -> list[str]:
             "weights are worth nothing; set checkpoint.every=0, or routing.save=true to save them all the same"
         )
     return found
-
-
-# What a resumed run may change, and what every other difference means for it.
-FREE = (
-    "train.steps",
-    "train.max_skipped",
-    "train.detail_every",
-    "train.replica_check_every",
-    "evaluate.",
-    "checkpoint.",
-    "trackers.",
-    "run.dir",
-    "run.name",
-    "run.cache",
-    "run.timeout",
-    "parallel.",
-    "recompute.",
-    "routing.save",
-    "routing.trace",
-    "data.verify",
-)
-MEANING = {
-    "model": "another model: the saved weights would not fit or would mean something else",
-    "data": "other data: the saved position would point at other samples",
-    "batch": "other batches: the saved position and token clock would not continue",
-    "schedule": "another learning-rate schedule",
-    "optim": "another optimizer",
-    "train": "another computation",
-    "run": "another random seed",
-    "routing": "experts chosen by another rule: its steps do not belong to the same run",
-}
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts (dataclasses) as one dict of dotted names; lists are values."""
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        tree = dataclasses.asdict(tree)
-    if not isinstance(tree, dict):
-        return {prefix: list(tree) if isinstance(tree, tuple) else tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
-def differences(saved: dict[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
-    """(allowed, refused) differences between a run folder's saved config and the present one.
-
-    Each is one line; a refused line ends with what the difference means.
-    """
-    # A folder older than a key ran as that key's default does.
-    before, now = flatten(RunConfig()) | flatten(saved), flatten(config)
-    allowed, refused = [], []
-    for name in sorted(before.keys() | now.keys()):
-        old, new = before[name], now.get(name, "(absent)")
-        if old == new:
-            continue
-        line = f"{name}: {old} -> {new}"
-        if name.startswith(FREE):
-            allowed.append(line)
-        else:
-            refused.append(f"{line}  ({MEANING[name.split('.')[0]]})")
-    return allowed, refused

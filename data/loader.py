@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ class SourceConfig:
 @dataclass
 class DataConfig:
     """What a run reads."""
+
+    AT_RESUME: ClassVar[str] = "other data: the saved position would point at other samples"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("verify",)
 
     sources: list[SourceConfig] = field(default_factory=list)
     """Empty: the default corpus, the Python standard library's own sources."""

@@ -2,9 +2,9 @@
 
     python -m launch.certify model=kimi_k3 parallel.tp=8 parallel.pp=16 parallel.ep=64 batch.sequences=512
 
-The config is composed and checked as `launch.train` does, shrunk (`launch.shrink`) and trained for two steps twice: on
-its mesh, one gloo process a rank, and on one rank. The data is random and awkward: packed documents that end before,
-on and after the borders of slices, padding, microbatches from none to all tokens labelled. `train.parity` compares.
+The config is composed and checked as `launch.train` does, shrunk (`train.proof.shrink`) and trained for two steps
+twice, on its mesh, one gloo process a rank, and on one rank, with awkward data (`train.proof.case`).
+`train.proof.parity` compares.
 
 Exit status: 0 equal, 1 something differs, balanced experts lent nothing or a rank failed, 2 the configuration cannot be
 used.
@@ -23,22 +23,18 @@ from rich.table import Table
 from torch import Tensor
 
 from configs.compose import ConfigError, compose_config
-from configs.schema import RunConfig, validate
-from data.loader import Microbatch
+from configs.schema import validate
 from launch.ranks import RankError, RankPool
-from launch.shrink import LENGTH, changes, microbatches_per_rank, ranks_of, shrink
 from launch.train import complain
-from model.config import ModelConfig
-from model.loss import IGNORE_INDEX
-from train.build import build_model
-from train.parity import SEED, Case, Moved, Outcome, ParityReport, compare, merge, train_alone, train_on_mesh
+from train.config import RunConfig
+from train.proof.case import STEPS, lends, make_case
+from train.proof.parity import Case, Moved, Outcome, ParityReport, compare, merge, train_alone, train_on_mesh
+from train.proof.shrink import LENGTH, changes, ranks_of, shrink
 
 USAGE = """usage: python -m launch.certify [KEY=VALUE ...]
 
 KEY=VALUE   override a config key or choose a group, as for launch.train
 """
-
-STEPS = 2
 
 TOLERANCE = 1e-9
 """Largest relative error in fp64. Orders of sums make 1e-12 at the most, the mildest of the known mistakes
@@ -49,18 +45,6 @@ FP32_TOLERANCE = 1e-4
 
 TIMEOUT = 120.0
 """Seconds that the ranks may take."""
-
-DOCUMENTS = ((0, 5, 16, 24), (0, 24), (0, 12, 17, 24), (0, 1, 3, 11, 13, 20, 24))
-"""Where the documents of a microbatch begin and end, by turns: inside slices, one long one, at the border of two
-slices, shorter than a convolution."""
-
-LABELLED = ((0, 24), (9, 11), (0, 17), (0, 0))
-"""Tokens that have labels, by turns: all, two, all but padding, none."""
-
-
-LEAN = 0.5
-"""What the selection biases of one home's experts have more than others, where experts are balanced: so much that a
-rank must borrow two experts at once."""
 
 LENT, RETURNED = "ep lend_weights", "ep return_gradients"
 """What the exchanges of balanced experts are counted as."""
@@ -99,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
         small = shrink(config)
         print_plan(console, config, small)
         began = time.monotonic()
-        with RankPool(ranks_of(small.parallel), timeout=TIMEOUT, preload=("train.parity",)) as pool:
+        with RankPool(ranks_of(small.parallel), timeout=TIMEOUT, preload=("train.proof.parity",)) as pool:
             certificate = certify(small, pool=pool)
     except RankError as error:
         return complain(error, rank=0, status=1)
@@ -129,12 +113,6 @@ def certify(config: RunConfig, *, pool: RankPool) -> Certificate:
     return Certificate(report, fp32, found, unproven(config, found))
 
 
-def lends(config: RunConfig) -> bool:
-    """Whether the config asks for balanced experts, and has ranks and experts to balance."""
-    parallel = config.parallel
-    return parallel.experts.dispatcher == "balanced" and parallel.ep > 1 and bool(config.model.moe_layers)
-
-
 def unproven(config: RunConfig, outcome: Outcome[Tensor]) -> list[str]:
     """What the shrunk config asks for and the run did not do, however equal it was; one line each."""
     if not lends(config) or lent_bytes(outcome, LENT):
@@ -150,47 +128,6 @@ def lent_bytes(outcome: Outcome[Tensor], name: str) -> int:
 def train_on_first_rank(case: Case) -> Outcome[Tensor] | None:
     """The reference, where one thread is all there is, as for the mesh; nothing on the other ranks."""
     return train_alone(case) if dist.get_rank() == 0 else None
-
-
-def make_case(config: RunConfig) -> Case:
-    """Seeded random weights, none of them trivial, and the awkward data, for a shrunk config."""
-    model = build_model(config.model, seed=SEED, dtype=torch.float64, device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(SEED)
-    values = {}
-    for name, value in model.state_dict().items():
-        # Pseudo-queries and biases begin at zero and norms at one, where much cannot go wrong.
-        values[name] = value + 0.1 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
-    if lends(config):
-        lean(values, config=config)
-    per_step = microbatches_per_rank(config.parallel) * config.parallel.dp
-    steps = tuple(
-        tuple(make_microbatch(step * (per_step + 1) + i, config=config.model) for i in range(per_step))
-        for step in range(STEPS)
-    )
-    return Case(config.model, values, steps, config.optim, recompute=config.recompute)
-
-
-def lean(values: dict[str, Tensor], *, config: RunConfig) -> None:
-    """Raise the selection biases of one ep rank's experts, in each layer another's, so that it must lend."""
-    home = config.model.moe.experts // config.parallel.ep
-    for turn, layer in enumerate(config.model.moe_layers):
-        first = turn % config.parallel.ep * home
-        values[f"layers.{layer}.ffn.router.bias"][first : first + home] += LEAN
-
-
-def make_microbatch(index: int, *, config: ModelConfig) -> Microbatch:
-    """One row of `LENGTH` random tokens; documents and labels take turns."""
-    generator = torch.Generator().manual_seed(index)
-    ids = torch.randint(config.vocab_size, (1, LENGTH), generator=generator)
-    bounds = torch.tensor(DOCUMENTS[index % len(DOCUMENTS)], dtype=torch.int32)
-    labels = ids.roll(-1, dims=1)
-    labels[:, bounds[1:].long() - 1] = IGNORE_INDEX
-    first, last = LABELLED[index % len(LABELLED)]
-    labels[:, :first] = IGNORE_INDEX
-    labels[:, last:] = IGNORE_INDEX
-    return Microbatch(
-        input_ids=ids, labels=labels, cu_seqlens=bounds, sample_ids=torch.tensor([[0, index, LENGTH]]).numpy()
-    )
 
 
 def print_plan(console: Console, config: RunConfig, small: RunConfig) -> None:

@@ -24,11 +24,12 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from configs.compose import ConfigError, compose_config
-from configs.schema import RunConfig, differences, validate
+from configs.schema import validate
 from parallel.mesh import build_mesh
 from train.allocator import keep_freed_memory
 from train.build import build_run
 from train.checkpoint import CheckpointError
+from train.config import RunConfig, differences
 from train.loop import TrainingFailed, train
 from train.progress import ProgressDisplay
 from train.report import write_report
@@ -191,24 +192,8 @@ def train_on(config: RunConfig, *, device: torch.device, rank: int) -> int:
     folder = Path(config.run.dir)
     first = rank == 0
     with RunLock(folder) if first else nullcontext():
-        built = build_run(
-            mesh=build_mesh(config.parallel, timeout=timedelta(seconds=config.run.timeout)),
-            parallel=config.parallel,
-            recompute=config.recompute,
-            device=device,
-            settings=config.run,
-            model_config=config.model,
-            data=config.data,
-            batch=config.batch,
-            schedule=config.schedule,
-            optim=config.optim,
-            train=config.train,
-            evaluate=config.evaluate,
-            checkpoint=config.checkpoint,
-            trackers=config.trackers,
-            routing=config.routing,
-            config_dict=asdict(config),
-        )
+        mesh = build_mesh(config.parallel, timeout=timedelta(seconds=config.run.timeout))
+        built = build_run(config, mesh=mesh, device=device)
         if not first:
             train(built)
             return 0

@@ -12,6 +12,7 @@ written, and a block of one sublayer is the full form, in which every sublayer r
 Source: arXiv:2603.15031; Kimi K3 technical report 2.2.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -55,9 +56,15 @@ class ResidualMix(nn.Module):
             query=ParamRole(kind="vector", decay=False, init="zeros"),
             norm=ParamRole(kind="vector", decay=False, init="ones"),
         )
+        self.mix: Callable[..., Tensor] = mix_sources
 
     def forward(self, state: ResidualState) -> Tensor:
         assert state.prefix is not None, "a sublayer reads before it closes a block"
         if not state.bank:
             return state.prefix
-        return residual_mix([*state.bank, state.prefix], self.query, self.norm, eps=self.eps)
+        return self.mix((*state.bank, state.prefix), self.query, self.norm, self.eps)
+
+
+def mix_sources(sources: tuple[Tensor, ...], query_D: Tensor, norm_D: Tensor, eps: float) -> Tensor:
+    """`residual_mix` of the bank's rows and the prefix."""
+    return residual_mix(list(sources), query_D, norm_D, eps=eps)

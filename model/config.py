@@ -7,6 +7,7 @@ one more MLA layer, which is Kimi K3's 93 layers.
 
 import re
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 BALANCING = ("quantile", "sign", "none")
 ACTIVATIONS = ("situ", "swiglu")
@@ -62,6 +63,8 @@ class MoEConfig:
 @dataclass
 class ModelConfig:
     """Sizes and choices of one model. Defaults are Kimi K3's."""
+
+    AT_RESUME: ClassVar[str] = "another model: the saved weights would not fit or would mean something else"
 
     vocab_size: int = 163840
     hidden_dim: int = 7168

@@ -7,7 +7,7 @@
 the whole model. Shapes: B batch, T tokens, D model, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,12 @@ from model.attn_residual import ResidualMix, ResidualState, begins_block
 from model.config import ModelConfig
 from model.documents import Documents
 from model.kda import KDA
-from model.layers import Activation, Embedding, GatedFFN, RMSNorm
+from model.layers import Activation, Embedding, GatedFFN, Linear, RMSNorm
 from model.mla import MLA
 from model.moe import MoE
 from model.params import ParamRole
 from model.router import Decisions
-from model.seams import KDACache, Linear, MLACache
+from model.seams import KDACache, MLACache
 from model.stats import ForwardStats, LayerStats
 
 LayerCache = KDACache | MLACache
@@ -51,6 +51,7 @@ class Block(nn.Module):
             self.ffn = MoE(dim, config.moe, activation=activation, norm_eps=eps)
         else:
             self.ffn = GatedFFN(dim, config.dense_dim, activation=activation)
+        self.run: Callable[..., ResidualState] = Block.compute
 
     def forward(
         self,
@@ -62,6 +63,18 @@ class Block(nn.Module):
         decisions: Decisions | None = None,
     ) -> ResidualState:
         """``decisions``: of an earlier pass over the same state, where this one repeats it."""
+        return self.run(self, state, documents=documents, stats=stats, cache=cache, decisions=decisions)
+
+    def compute(
+        self,
+        state: ResidualState,
+        *,
+        documents: Documents,
+        stats: LayerStats | None = None,
+        cache: LayerCache | None = None,
+        decisions: Decisions | None = None,
+    ) -> ResidualState:
+        """What `forward` runs unless ``run`` is wrapped."""
         h_BTD = self.mixer_norm(read(self.mixer_mix, state))
         if self.closes[0]:
             state = state.close_block()

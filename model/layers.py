@@ -1,4 +1,4 @@
-"""The small parts that every layer is made of: normalisation, filters, gated feed-forward.
+"""The small parts that every layer is made of: products, normalisation, filters, gated feed-forward.
 
 Shapes: B batch, T tokens, D model, C channels.
 """
@@ -12,21 +12,40 @@ from torch.nn import functional as F
 from model.kernels.situ_glu import situ_glu
 from model.params import ParamRole, declare
 from model.precision import compute_dtype
-from model.seams import Linear
+from model.products import DENSE, Product
+
+
+class Linear(nn.Module):
+    """``x @ weight.T`` without bias; ``role`` says what the weight is to the optimizer."""
+
+    def __init__(self, in_dim: int, out_dim: int, *, role: ParamRole | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
+        declare(self, weight=role or ParamRole(kind="matrix"))
+        self.product: Product = DENSE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight)
 
 
 class RMSNorm(nn.Module):
-    """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dim, computed in fp32, returned in x's dtype."""
+    """`rms_norm` with a weight of its own."""
 
     def __init__(self, dim: int, *, eps: float, keep_fp32: bool = False) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim))
         declare(self, weight=ParamRole(kind="vector", decay=False, keep_fp32=keep_fp32, init="ones"))
+        self.normalize: Callable[..., Tensor] = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = compute_dtype(x.dtype)
-        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
+        return self.normalize(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dim, computed in fp32, returned in x's dtype."""
+    dtype = compute_dtype(x.dtype)
+    return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 
 
 class Embedding(nn.Module):

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from model.precision import compute_dtype
+from model.products import DENSE, Product
 
 IGNORE_INDEX = -100
 """Label of a token that has no next token to predict."""
@@ -49,6 +49,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_MD: Tensor,
         weight_VD: Tensor,
         labels_M: Tensor,
+        product: Product,
         vocabulary: Vocabulary,
         chunk: int,
         with_gradient: bool,
@@ -63,7 +64,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # Filled and not multiplied: an unlabelled token may hold anything, also NaN, and the head's gradient is a
             # sum over all tokens, in which 0 times NaN would be NaN.
             hidden = hidden_MD[start : start + chunk].masked_fill(unlabelled_M1, 0.0)
-            logits = F.linear(hidden, weight_VD).to(dtype)
+            logits = product.value(hidden, weight_VD).to(dtype)
             index, held = vocabulary.locate(labels_M1)
             target = logits.gather(1, index).masked_fill(~held, 0.0).squeeze(1)
             log_normalizer, target = vocabulary.join(logits.logsumexp(dim=1), target)
@@ -74,8 +75,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_logits.scatter_add_(1, index, -held.to(dtype))
             grad_logits.masked_fill_(unlabelled_M1, 0.0)
             narrow = grad_logits.to(hidden.dtype)
-            grad_hidden[start : start + chunk] = narrow @ weight_VD
-            grad_weight += narrow.T @ hidden
+            grad_hidden[start : start + chunk] = product.input_gradient(narrow, weight_VD)
+            grad_weight += product.weight_gradient(narrow, hidden)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return total
@@ -85,11 +86,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         by_hidden = (grad_hidden * grad).to(grad_hidden.dtype)
-        return by_hidden, (grad_weight * grad).to(ctx.weight_dtype), None, None, None, None
+        return by_hidden, (grad_weight * grad).to(ctx.weight_dtype), None, None, None, None, None
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight_VD: Tensor, labels: Tensor, *, chunk: int = 1024, vocabulary: Vocabulary | None = None
+    hidden: Tensor,
+    weight_VD: Tensor,
+    labels: Tensor,
+    *,
+    product: Product = DENSE,
+    chunk: int = 1024,
+    vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """Sum of the cross-entropies of all labelled tokens, in nats; divide by the step's global count.
 
@@ -97,6 +104,7 @@ def chunked_cross_entropy(
         hidden: [..., D] normalised last hidden states; what unlabelled tokens hold, NaN too, is read by nobody.
         weight_VD: the head, or the rows of it that ``vocabulary`` knows.
         labels: int64 [...], the next token of each position, `IGNORE_INDEX` where there is none.
+        product: of hidden states and the head.
         chunk: tokens whose logits exist at once.
         vocabulary: whose rows the head holds; None: it holds all.
 
@@ -106,4 +114,4 @@ def chunked_cross_entropy(
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])
     vocabulary = WholeVocabulary() if vocabulary is None else vocabulary
-    return _ChunkedCrossEntropy.apply(flat, weight_VD, labels.reshape(-1), vocabulary, chunk, with_gradient)
+    return _ChunkedCrossEntropy.apply(flat, weight_VD, labels.reshape(-1), product, vocabulary, chunk, with_gradient)

@@ -10,13 +10,15 @@ Shapes: B batch, T tokens, D model, H heads, N and P query parts, R latent rank,
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from model.config import MLAConfig
 from model.documents import Documents
-from model.layers import RMSNorm
+from model.layers import Linear, RMSNorm
 from model.params import ParamRole
 from model.precision import compute_dtype
-from model.seams import AttentionCore, Linear, LocalAttention, MLACache
+from model.products import Product
+from model.seams import AttentionCore, AttentionKernel, MLACache
 from model.stats import LayerStats
 
 
@@ -76,6 +78,7 @@ class MLA(nn.Module):
             self.kv_norm(latent_BTR),
             shared_key_BTP,
             self.kv_up.weight,
+            product=self.kv_up.product,
             value_dim=self.value_dim,
             documents=documents,
             stats=stats,
@@ -105,3 +108,79 @@ def rotate(x: Tensor, position: Tensor, *, theta: float) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     even, odd = x.to(dtype).unflatten(-1, (-1, 2)).unbind(dim=-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+class LocalAttention:
+    """`AttentionCore` on one rank: keys and values from the latent, one causal product per document."""
+
+    def __init__(self) -> None:
+        self.kernel = AttentionKernel(F.scaled_dot_product_attention, torch.matmul)
+
+    def __call__(
+        self,
+        q_BTHQ: Tensor,
+        latent_BTR: Tensor,
+        shared_key_BTP: Tensor,
+        up_weight: Tensor,
+        *,
+        product: Product,
+        value_dim: int,
+        documents: Documents,
+        stats: LayerStats | None,
+        cache: MLACache | None,
+    ) -> Tensor:
+        if cache is not None:
+            cache.latent_BTR = torch.cat([cache.latent_BTR, latent_BTR], dim=1)
+            cache.shared_key_BTP = torch.cat([cache.shared_key_BTP, shared_key_BTP], dim=1)
+            return _attend_latent(q_BTHQ, cache, up_weight, value_dim=value_dim)
+        heads, q_dim = q_BTHQ.shape[2:]
+        kv = product(latent_BTR, up_weight).unflatten(-1, (heads, -1))
+        k_nope, v = kv.split([kv.shape[-1] - value_dim, value_dim], dim=-1)
+        k_shared = shared_key_BTP.unsqueeze(2).expand(-1, -1, heads, -1)
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHQ, torch.cat([k_nope, k_shared], dim=-1), v))
+        if v.device.type == "cpu":
+            # The fused CPU kernel wants one head dim; without the padding it falls back to a ten times slower path.
+            v = F.pad(v, (0, q_dim - value_dim)) if q_dim > value_dim else v
+        scale = q_dim**-0.5
+        outputs = []
+        for start, stop in documents.spans():
+            q_doc, k_doc, v_doc = (x[:, :, start:stop] for x in (q, k, v))
+            outputs.append(self.kernel.attend(q_doc, k_doc, v_doc, is_causal=True, scale=scale))
+            if stats is not None and stats.max_logit_H is not None:
+                track_max_logit(q_doc.detach(), k_doc.detach(), scale, stats.max_logit_H, kernel=self.kernel)
+        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return o[..., :value_dim].transpose(1, 2)
+
+
+def _attend_latent(q_BTHQ: Tensor, cache: MLACache, up_weight: Tensor, *, value_dim: int) -> Tensor:
+    """Attention on the latent itself: the key up-projection moves into the query, the value one behind the sum.
+
+    A decoded token then reads R + P numbers of each earlier token and never rebuilds their keys and values.
+    """
+    batch, length, heads, q_dim = q_BTHQ.shape
+    dtype = compute_dtype(q_BTHQ.dtype)
+    latent, shared_key = cache.latent_BTR.to(dtype), cache.shared_key_BTP.to(dtype)
+    past = latent.shape[1] - length
+    nope_dim = q_dim - shared_key.shape[-1]
+    w_key, w_value = up_weight.to(dtype).unflatten(0, (heads, -1)).split([nope_dim, value_dim], dim=1)
+    q_nope, q_rope = q_BTHQ.to(dtype).split([nope_dim, q_dim - nope_dim], dim=-1)
+    q_latent = torch.einsum("bthn,hnr->bthr", q_nope, w_key)
+    logits = torch.einsum("bthr,bsr->bhts", q_latent, latent) + torch.einsum("bthp,bsp->bhts", q_rope, shared_key)
+    future = torch.ones(length, past + length, dtype=torch.bool, device=logits.device).triu(past + 1)
+    weights = (logits * q_dim**-0.5).masked_fill(future, -torch.inf).softmax(dim=-1)
+    attended = torch.einsum("bhts,bsr->bthr", weights, latent)
+    return torch.einsum("bthr,hvr->bthv", attended, w_value).to(q_BTHQ.dtype)
+
+
+@torch.no_grad()
+def track_max_logit(
+    q_BHTQ: Tensor, k_BHTQ: Tensor, scale: float, max_logit_H: Tensor, *, kernel: AttentionKernel, tile: int = 512
+) -> None:
+    """Raise ``max_logit_H`` to the largest causal logit of each head; query tiles bound the memory."""
+    length = q_BHTQ.shape[2]
+    for start in range(0, length, tile):
+        stop = min(start + tile, length)
+        logits = kernel.multiply(q_BHTQ[:, :, start:stop], k_BHTQ[:, :, :stop].transpose(2, 3)).float() * scale
+        future = torch.ones(stop - start, stop, dtype=torch.bool, device=logits.device).triu(start + 1)
+        largest_H = logits.masked_fill_(future, -torch.inf).amax(dim=(0, 2, 3))
+        torch.maximum(max_logit_H, largest_H, out=max_logit_H)

@@ -7,15 +7,19 @@ The router sees the full width; its weights are applied at combine, before the n
 2.3. Shapes: B batch, T tokens, D model, L latent, E experts, R routed rows, S segments.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from model.config import MoEConfig
-from model.kernels.grouped_linear import grouped_linear
-from model.layers import GatedActivation, GatedFFN, RMSNorm
+from model.dispatch import LocalDispatcher
+from model.layers import GatedActivation, GatedFFN, Linear, RMSNorm
 from model.params import ParamRole, declare
+from model.products import GROUPED, Product
 from model.router import Decisions, Router
-from model.seams import ExpertWeights, GroupedProduct, Linear, LocalDispatcher, TokenDispatcher
+from model.seams import ExpertWeights, Received, TokenDispatcher
 from model.stats import LayerStats
 
 
@@ -29,23 +33,26 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, dim, inner))
         role = ParamRole(kind="matrix")
         declare(self, gate=role, up=role, down=role)
+        self.product: Product = GROUPED
 
     def weights(self) -> ExpertWeights:
         return ExpertWeights(self.gate, self.up, self.down)
 
 
-def expert_ffn(
-    rows_RL: Tensor,
-    segment_ends_S: Tensor,
-    weights: ExpertWeights,
-    activation: GatedActivation,
-    *,
-    product: GroupedProduct = grouped_linear,
-) -> Tensor:
+def expert_ffn(received: Received, activation: GatedActivation, *, product: Product = GROUPED) -> Tensor:
     """The gated feed-forward of each segment's expert. Weights are an argument: home or borrowed, all one product."""
-    gate = product(rows_RL, weights.gate, segment_ends_S)
-    up = product(rows_RL, weights.up, segment_ends_S)
-    return product(activation(gate, up), weights.down, segment_ends_S)
+    rows_RL, ends_S, weights, again = received
+
+    def multiply(rows: Tensor, which: int) -> Tensor:
+        read = None if again is None else partial(_one, again, which)
+        return product(rows, weights[which], ends_S, again=read)
+
+    gate, up, down = range(3)
+    return multiply(activation(multiply(rows_RL, gate), multiply(rows_RL, up)), down)
+
+
+def _one(read: Callable[[], ExpertWeights], which: int) -> Tensor:
+    return read()[which]
 
 
 class MoE(nn.Module):
@@ -63,7 +70,6 @@ class MoE(nn.Module):
         shared_dim = config.shared_experts * config.expert_dim
         self.shared = GatedFFN(dim, shared_dim, activation=activation) if shared_dim else None
         self.dispatcher: TokenDispatcher = LocalDispatcher()
-        self.product: GroupedProduct = grouped_linear
 
     def forward(self, x_BTD: Tensor, *, stats: LayerStats | None, decisions: Decisions | None = None) -> Tensor:
         """``decisions`` of an earlier pass over the same tokens, where this one repeats it."""
@@ -73,8 +79,8 @@ class MoE(nn.Module):
         handle = self.dispatcher.dispatch(x_TL, routing, self.experts.weights())
         shared_BTD = None if self.shared is None else self.shared(x_BTD)
         results = [
-            expert_ffn(rows_RL, segment_ends_S, weights, self.activation, product=product or self.product)
-            for rows_RL, segment_ends_S, weights, product in self.dispatcher.receive(handle)
+            expert_ffn(received, self.activation, product=self.experts.product)
+            for received in self.dispatcher.receive(handle)
         ]
         rows_RL = results[0] if len(results) == 1 else torch.cat(results)
         u_TL = self.dispatcher.combine(rows_RL, routing, handle)

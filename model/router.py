@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from model.config import MoEConfig
 from model.params import ParamRole, declare
+from model.products import DENSE, Product
 from model.stats import LayerStats
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Routing:
 
 
 Selection = Callable[..., tuple[Tensor, Tensor]]
-"""What may stand in for `select_experts`."""
+"""`select_experts`, or what wraps it."""
 
 
 class Router(nn.Module):
@@ -79,7 +79,8 @@ class Router(nn.Module):
         self.top_k = config.top_k
         self.renormalize = config.renormalize
         self.scaling = config.routed_scaling
-        self.select: Selection | None = None
+        self.select: Selection = select_experts
+        self.product: Product = DENSE
         self.weight = nn.Parameter(torch.empty(config.experts, dim))
         # fp32 whatever the compute dtype: bf16 cannot hold its small moves.
         self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32))
@@ -88,7 +89,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, *, stats: LayerStats | None, decisions: Decisions | None = None) -> Routing:
         decisions = Decisions() if decisions is None else decisions
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        scores_TE = torch.sigmoid(F.linear(x_TD.to(dtype), self.weight.to(dtype)))
+        scores_TE = torch.sigmoid(self.product(x_TD.to(dtype), self.weight.to(dtype)))
         expert_TK = decisions.once(Chosen, lambda: Chosen(self._choose(scores_TE.detach(), stats))).expert_TK
         weight_TK = scores_TE.gather(1, expert_TK)
         if self.renormalize:
@@ -97,8 +98,7 @@ class Router(nn.Module):
 
     def _choose(self, scores_TE: Tensor, stats: LayerStats | None) -> Tensor:
         """The chosen experts, counted: what is chosen once is counted once."""
-        select = select_experts if self.select is None else self.select
-        expert_TK, cutoff_T = select(scores_TE, self.bias, k=self.top_k)
+        expert_TK, cutoff_T = self.select(scores_TE, self.bias, k=self.top_k)
         if stats is not None:
             self._count(scores_TE, expert_TK, cutoff_T, stats)
         return expert_TK

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ class OptimConfig:
 
     Defaults as in Kimi K3 technical report 2.5 and 3.3 where it says them, else as kept from Kimi K2.
     """
+
+    AT_RESUME: ClassVar[str] = "another optimizer"
 
     lr: float = 1e-3
     """Peak learning rate; Muon's update is scaled to the size of AdamW's, so both use it."""

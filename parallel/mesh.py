@@ -21,6 +21,7 @@ One process needs no process group at all: its groups are None, and everything t
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import ClassVar
 
 import numpy as np
 import torch.distributed as dist
@@ -71,6 +72,8 @@ class ExpertsConfig:
 @dataclass
 class ParallelConfig:
     """Ranks along each axis; ``vpp`` is virtual stages per pipeline rank. ``dp`` 0 takes all ranks left."""
+
+    AT_RESUME: ClassVar[str] = ""
 
     tp: int = 1
     pp: int = 1

@@ -28,7 +28,7 @@ Gradients are those of ``none``, bit for bit: the same operations on the same nu
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ OFFLOAD_BYTES = 2**20
 """Smaller tensors stay: below about this size a transfer costs its latency, and they would free little."""
 
 REPEATED: tuple[tuple[type[nn.Module], str], ...] = (
-    (RMSNorm, "forward"),
-    (ResidualMix, "forward"),
+    (RMSNorm, "normalize"),
+    (ResidualMix, "mix"),
     (DecayGate, "squash"),
     (GatedFFN, "activation"),
     (MoE, "activation"),
@@ -66,6 +66,8 @@ Handle = Callable[[], Tensor]
 class RecomputeConfig:
     """What is kept between forward and backward; see the module's docstring. Changes no number."""
 
+    AT_RESUME: ClassVar[str] = ""
+
     policy: str = "none"
     offload: bool = False
     """Keep on the host what is kept."""
@@ -77,11 +79,11 @@ class RecomputeConfig:
         return []
 
 
-def apply_recompute(model: KimiModel, config: RecomputeConfig, *, offload_bytes: int = OFFLOAD_BYTES) -> None:
-    """Make the layers of ``model`` keep less, in place. Call it after the seams were swapped, before any `compile`.
+def install_recompute(model: KimiModel, config: RecomputeConfig, *, offload_bytes: int = OFFLOAD_BYTES) -> None:
+    """Make the layers of ``model`` keep less, in place. Call it after whatever else wraps what it repeats.
 
-    Parameters, their names and the layers' classes stay what they are. Passes without gradients and decoding with a
-    cache run as before.
+    Parameters, their names, the layers' classes and methods stay what they are: only attributes are wrapped. Passes
+    without gradients and decoding with a cache run as before.
 
     Args:
         offload_bytes: tensors whose storage is smaller stay on the device.
@@ -91,7 +93,7 @@ def apply_recompute(model: KimiModel, config: RecomputeConfig, *, offload_bytes:
     for block in model.layers:
         if not isinstance(block, Block):
             continue  # another pipeline rank's
-        layer = _Layer(block, policy=config.policy, offload_bytes=offload_bytes if config.offload else None)
+        layer = _Layer(block.run, policy=config.policy, offload_bytes=offload_bytes if config.offload else None)
         if config.policy == "selective":
             for module in block.modules():
                 for kind, name in REPEATED:
@@ -99,37 +101,39 @@ def apply_recompute(model: KimiModel, config: RecomputeConfig, *, offload_bytes:
                         setattr(module, name, _Part(getattr(module, name), layer))
                 if isinstance(module, KDA):
                     module.core.prepare = _Part(module.core.prepare, layer)
-        block.forward = layer  # type: ignore[method-assign,assignment]
+        block.run = layer
 
 
 class _Layer:
-    """Stands in for a block's ``forward``: opens a keeper for each pass."""
+    """Wraps a block's ``run``: opens a keeper for each pass."""
 
-    def __init__(self, block: nn.Module, *, policy: str, offload_bytes: int | None) -> None:
-        self.block, self.forward = block, block.forward
+    def __init__(self, run: Callable[..., ResidualState], *, policy: str, offload_bytes: int | None) -> None:
+        self.run = run
         self.policy, self.offload_bytes = policy, offload_bytes
         self.keeper: _Keeper | None = None
 
     def __call__(
         self,
+        block: Block,
         state: ResidualState,
         *,
         documents: Documents,
         stats: LayerStats | None = None,
         cache: LayerCache | None = None,
+        decisions: Decisions | None = None,
     ) -> ResidualState:
         if cache is not None or not torch.is_grad_enabled():
-            return self.forward(state, documents=documents, stats=stats, cache=cache)
-        keeper = _Keeper(offload_bytes=self.offload_bytes, stay=[*self.block.parameters(), *state.bank])
+            return self.run(block, state, documents=documents, stats=stats, cache=cache, decisions=decisions)
+        keeper = _Keeper(offload_bytes=self.offload_bytes, stay=[*block.parameters(), *state.bank])
         if self.policy == "full":
-            decisions = Decisions()
-            again = partial(self.forward, documents=documents, decisions=decisions)
+            decisions = Decisions() if decisions is None else decisions
+            again = partial(self.run, block, documents=documents, decisions=decisions)
             return _Replay(again, (state,), keeper).first(partial(again, stats=stats), (state,))
         assert self.keeper is None, "a layer inside itself"
         self.keeper = keeper
         try:
             with saved_tensors_hooks(keeper.keep, _read):
-                return self.forward(state, documents=documents, stats=stats)
+                return self.run(block, state, documents=documents, stats=stats, decisions=decisions)
         finally:
             self.keeper = None
             keeper.close()

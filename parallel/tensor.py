@@ -31,13 +31,14 @@ from torch.nn import functional as F
 from model.config import ModelConfig
 from model.kda import KDA
 from model.kimi import KimiModel
-from model.layers import Embedding, GatedFFN
+from model.layers import Embedding, GatedFFN, Linear
 from model.loss import chunked_cross_entropy
 from model.mla import MLA
 from model.moe import MoE
 from model.params import declare, named_roles
+from model.products import DENSE, Product
 from model.router import Routing
-from model.seams import ExpertWeights, Linear, Received, TokenDispatcher
+from model.seams import ExpertWeights, Received, TokenDispatcher
 from parallel.collectives import all_gather, all_reduce, gather_plain, reduce_scatter
 from parallel.mesh import Axis
 
@@ -230,7 +231,9 @@ def _gather_logits(logits: Tensor, axis: Axis) -> Tensor:
     return gather_plain(logits, axis, dim=-1)
 
 
-def head_loss(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, axis: Axis, chunk: int) -> Tensor:
+def head_loss(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, axis: Axis, chunk: int, product: Product = DENSE
+) -> Tensor:
     """`model.loss.chunked_cross_entropy` of a head whose rows are cut over ``axis``; all its ranks return one value.
 
     Each rank's backward gives the gradient of its own rows, and to every rank's hidden states the whole gradient.
@@ -241,13 +244,13 @@ def head_loss(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, axis: Axis
         labels: int64 [B, T] of all tokens of the cp slice.
         axis: tp; of size 1, this is `chunked_cross_entropy`.
         chunk: tokens whose logits exist at once.
+        product: of hidden states and the head's rows.
     """
     if axis.size == 1:
-        return chunked_cross_entropy(hidden, head_weight, labels, chunk=chunk)
+        return chunked_cross_entropy(hidden, head_weight, labels, product=product, chunk=chunk)
     vocabulary = CutVocabulary(axis, rows=head_weight.shape[0])
-    return chunked_cross_entropy(
-        all_gather(hidden, axis, dim=1), head_weight, labels, chunk=chunk, vocabulary=vocabulary
-    )
+    hidden = all_gather(hidden, axis, dim=1)
+    return chunked_cross_entropy(hidden, head_weight, labels, product=product, chunk=chunk, vocabulary=vocabulary)
 
 
 class CutVocabulary:

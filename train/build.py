@@ -1,38 +1,40 @@
 """From a validated config to a `Run`: each part of the config goes to one constructor, and no further."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data.loader import DataConfig, DataPosition, Loader, open_loader
+from data.loader import DataPosition, Loader, open_loader
 from model.config import ModelConfig
 from model.kimi import KimiModel
 from model.mla import MLA
 from model.params import named_roles, seed_from_name
-from model.precision import set_precision
+from model.precision import compute_dtype
+from model.widen import has_bf16_units
 from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
-from parallel.apply import parallelize
+from parallel.apply import Install, parallelize
 from parallel.cost import training_flops
 from parallel.data import DataParallel
 from parallel.grads import EMBEDDING
-from parallel.mesh import Axis, ExpertsConfig, Mesh, ParallelConfig
+from parallel.mesh import Axis, ExpertsConfig, Mesh
+from parallel.pipeline.deferred import DeferredGradients, deferral
 from parallel.pipeline.layout import PipelineLayout, make_layout
 from parallel.pipeline.runtime import Pipeline
-from parallel.pipeline.stage import held_layers, keep_part, parameter_stages, tied_to
+from parallel.pipeline.stage import held_layers, parameter_stages, tied_to
 from parallel.recompute import RecomputeConfig
-from parallel.sharding import TensorSlice, axis_of, materialize, parameter_specs
+from parallel.sharding import TensorSlice, axis_of, parameter_specs
 from parallel.tensor import cut_errors
-from train.checkpoint import CheckpointConfig, CheckpointStore
+from train.checkpoint import CheckpointStore
+from train.config import RunConfig
 from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
-from train.metrics import TrackerConfig, TrackerSet, load_run_id, make_trackers
-from train.phases import BatchConfig, ScheduleConfig
+from train.metrics import TrackerSet, load_run_id, make_trackers
 from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
-from train.settings import EvaluateSettings, RunSettings, TrainSettings
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, total_rate
 
@@ -80,30 +82,29 @@ class Progress:
 
 
 @dataclass
-class Run:
-    """Everything that the loop uses, ready to go."""
+class Rig:
+    """What holds parameters and trains them: a run's, a proof's, and on every mesh."""
 
-    folder: Path
     mesh: Mesh
     model: KimiModel
     pipeline: Pipeline
     dp: DataParallel
     optimizer: ShardedOptimizer
+
+
+@dataclass
+class Run(Rig):
+    """Everything that the loop uses, ready to go."""
+
+    config: RunConfig
+    folder: Path
     stepper: Stepper
     loader: Loader
     checkpoints: CheckpointStore
     trackers: TrackerSet
     throughput: Throughput
-    batch: BatchConfig
-    schedule: ScheduleConfig
-    train: TrainSettings
-    evaluate: EvaluateSettings
-    checkpoint: CheckpointConfig
-    routing: RoutingSettings
     forced: ForcedRouting | None
     recorder: RoutingRecorder | None
-    peak_lr: float
-    seed: int
     progress: Progress
     facts: dict[str, Any]
 
@@ -118,6 +119,8 @@ def build_model(
     layout: PipelineLayout | None = None,
     experts: ExpertsConfig | None = None,
     recompute: RecomputeConfig | None = None,
+    deferred: DeferredGradients | None = None,
+    observers: Sequence[Install] = (),
 ) -> KimiModel:
     """A model with its first weights, drawn in fp32 and then cast: bf16 masters start from what bf16 holds.
 
@@ -126,6 +129,8 @@ def build_model(
         layout: how the model is cut into pipeline stages, of which it holds this rank's. None: it is whole.
         experts: how rows of experts are shared over ep. None: the defaults.
         recompute: what is kept between forward and backward. None: everything.
+        deferred: takes weight gradients that the pipeline's schedule puts off. None: none is put off.
+        observers: what else is installed, last of all.
 
     Raises:
         ValueError: the experts cannot be spread, or other parameters not be cut, evenly.
@@ -141,12 +146,18 @@ def build_model(
         )
     with torch.device("meta"):
         model = KimiModel(config)
-    if layout is not None:
-        stages = layout.stages_of(mesh.pp.rank)
-        keep_part(model, layout.layers_of(mesh.pp.rank), first=0 in stages, last=layout.last in stages)
-    materialize(model, mesh=mesh, seed=seed, std=config.init_std)
-    set_precision(model, dtype)
-    parallelize(model, mesh=mesh, experts=experts or ExpertsConfig(), recompute=recompute or RecomputeConfig())
+    parallelize(
+        model,
+        mesh=mesh,
+        layout=layout,
+        seed=seed,
+        dtype=dtype,
+        wide=compute_dtype(dtype) != dtype and not has_bf16_units(device),
+        experts=experts or ExpertsConfig(),
+        recompute=recompute or RecomputeConfig(),
+        deferred=deferred,
+        observers=observers,
+    )
     return model.to(device)
 
 
@@ -196,108 +207,102 @@ def build_optimizer(
     return dp, optimizer
 
 
-def build_run(
-    *,
-    mesh: Mesh,
-    parallel: ParallelConfig,
-    recompute: RecomputeConfig,
-    device: torch.device,
-    settings: RunSettings,
-    model_config: ModelConfig,
-    data: DataConfig,
-    batch: BatchConfig,
-    schedule: ScheduleConfig,
-    optim: OptimConfig,
-    train: TrainSettings,
-    evaluate: EvaluateSettings,
-    checkpoint: CheckpointConfig,
-    trackers: TrackerConfig,
-    routing: RoutingSettings,
-    config_dict: dict[str, Any],
-) -> Run:
+def build_rig(config: RunConfig, *, mesh: Mesh, device: torch.device, observers: Sequence[Install] = ()) -> Rig:
+    """The model with its first weights on this rank of the mesh, and what trains it.
+
+    Args:
+        config: its ``parallel`` made ``mesh``, and says besides how layers are cut into stages and what data
+            parallelism shards.
+        observers: as for `build_model`.
+
+    Raises:
+        ValueError: the model cannot be cut so.
+    """
+    parallel = config.parallel
+    layout = make_layout(parallel, config.model, length=config.batch.length)
+    deferred = deferral(parallel.schedule)
+    model = build_model(
+        config.model,
+        seed=config.run.seed,
+        dtype=DTYPES[config.train.precision],
+        device=device,
+        mesh=mesh,
+        layout=layout,
+        experts=parallel.experts,
+        recompute=config.recompute,
+        deferred=deferred,
+        observers=observers,
+    )
+    pipeline = Pipeline(
+        model,
+        mesh=mesh,
+        layout=layout,
+        schedule=parallel.schedule,
+        deferred=deferred,
+        loss_chunk=config.train.loss_chunk,
+    )
+    dp, optimizer = build_optimizer(model, config.optim, mesh=mesh, layout=layout, zero=parallel.zero)
+    return Rig(mesh, model, pipeline, dp, optimizer)
+
+
+def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
     """Build everything and, where the folder holds a checkpoint, continue from it.
 
     Args:
+        config: free of errors.
         mesh: this rank's place.
-        parallel: its mesh's config, for the cut into pipeline stages and what data parallelism shards.
-        recompute: what is kept between forward and backward.
         device: where the model runs.
-        settings, ..., routing: the parts of the validated config.
-        config_dict: the effective config, for trackers that show it.
 
     Raises:
         ValueError: the data cannot be used with this model or batch, or is not what the checkpoint continues on.
         CheckpointError: checkpoints exist and none can be loaded.
         OSError: the run folder cannot be written.
     """
-    folder = Path(settings.dir)
-    loader = open_loader(data, cache=Path(settings.cache), vocab_size=model_config.vocab_size, seed=settings.seed)
-    dtype = DTYPES[train.precision]
-    layout = make_layout(parallel, model_config, length=batch.length)
-    model = build_model(
-        model_config,
-        seed=settings.seed,
-        dtype=dtype,
-        device=device,
-        mesh=mesh,
-        layout=layout,
-        experts=parallel.experts,
-        recompute=recompute,
-    )
-    pipeline = Pipeline(model, mesh=mesh, layout=layout, schedule=parallel.schedule, loss_chunk=train.loss_chunk)
-    dp, optimizer = build_optimizer(model, optim, mesh=mesh, layout=layout, zero=parallel.zero)
+    folder, world, seed = Path(config.run.dir), mesh.world, config.run.seed
+    loader = open_loader(config.data, cache=Path(config.run.cache), vocab_size=config.model.vocab_size, seed=seed)
+    rule = parse_rule(config.routing.force)
+    forced = None if rule is None else ForcedRouting(rule, seed=seed, axis=mesh.stage)
+    rig = build_rig(config, mesh=mesh, device=device, observers=() if forced is None else (forced.install,))
     store = CheckpointStore(
         folder / CHECKPOINTS,
-        rank=mesh.world.rank,
-        ranks=mesh.world.size,
-        group=mesh.world.group,
-        keep=checkpoint.keep,
-        asynchronous=checkpoint.asynchronous,
+        rank=world.rank,
+        ranks=world.size,
+        group=world.group,
+        keep=config.checkpoint.keep,
+        asynchronous=config.checkpoint.asynchronous,
     )
-    torch.manual_seed(seed_from_name(settings.seed, f"rank {mesh.world.rank}"))
-    progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
+    torch.manual_seed(seed_from_name(seed, f"rank {world.rank}"))
+    progress = resume(store, rig.model, dp=rig.dp, optimizer=rig.optimizer, mesh=mesh) or Progress(loader.start())
     check_data(progress, loader)
     progress.data = data_identity(loader)
-    rule = parse_rule(routing.force)
-    peak = total_rate(matmul_rate(device, dtype), axis=mesh.world)
+    peak = total_rate(matmul_rate(device, DTYPES[config.train.precision]), axis=world)
     with explained(folder):
-        tracker_set = make_trackers(
-            trackers,
+        trackers = make_trackers(
+            config.trackers,
             run_dir=folder,
-            run_id=load_run_id(folder) if mesh.world.rank == 0 else "",
-            config_dict=config_dict,
+            run_id=load_run_id(folder) if world.rank == 0 else "",
+            config_dict=asdict(config),
             resume_step=progress.step,
-            rank=mesh.world.rank,
+            rank=world.rank,
         )
     return Run(
+        **vars(rig),
+        config=config,
         folder=folder,
-        mesh=mesh,
-        model=model,
-        pipeline=pipeline,
-        dp=dp,
-        optimizer=optimizer,
-        stepper=Stepper(pipeline, dp=dp, optimizer=optimizer),
+        stepper=Stepper(rig.pipeline, dp=rig.dp, optimizer=rig.optimizer),
         loader=loader,
         checkpoints=store,
-        trackers=tracker_set,
-        throughput=Throughput(flops_per_token=training_flops(model_config, length=batch.length), peak=peak),
-        batch=batch,
-        schedule=schedule,
-        train=train,
-        evaluate=evaluate,
-        checkpoint=checkpoint,
-        routing=routing,
-        forced=None if rule is None else ForcedRouting(model, rule, seed=settings.seed, axis=mesh.stage),
-        recorder=make_recorder(routing, model_config, folder=folder, resume_step=progress.step, rank=mesh.world.rank),
-        peak_lr=optim.lr,
-        seed=settings.seed,
+        trackers=trackers,
+        throughput=Throughput(flops_per_token=training_flops(config.model, length=config.batch.length), peak=peak),
+        forced=forced,
+        recorder=make_recorder(config.routing, config.model, folder=folder, resume_step=progress.step, rank=world.rank),
         progress=progress,
         facts={
-            **describe(model_config, loader),
+            **describe(config.model, loader),
             "matmul_flops_per_second": peak,
-            "ranks": mesh.world.size,
+            "ranks": world.size,
             "device": str(device),
-            "precision": train.precision,
+            "precision": config.train.precision,
         },
     )
 

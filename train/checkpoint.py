@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,8 @@ class CheckpointConfig:
     keep: verified checkpoints kept, the newest included; one more exists while a save is under way.
     asynchronous: write in a background thread while training goes on.
     """
+
+    AT_RESUME: ClassVar[str] = ""
 
     every: int = 100
     keep: int = 2

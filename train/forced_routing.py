@@ -5,7 +5,7 @@
     one_expert     every token to experts 0 to k - 1
     trace:FILE     the counts that a run recorded (`parallel.expert.trace`), layer by layer and step by step, wrapping
 
-The rule stands in for `model.router.select_experts` in every router, while a training step runs and no longer: an
+The rule wraps `model.router.select_experts` in every router, while a training step runs and no longer: an
 evaluation, and ranks that must agree on a sampled token, keep the routers' own choice. In a step that choice is made
 all the same, so that its cost stays in what is measured; routing weights are the scores of the forced experts. Nothing
 is drawn from torch's global state: a choice is a function of (seed, layer, step, pass, rank), so a resumed run repeats
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from model.config import ModelConfig
 from model.kimi import Block, KimiModel
 from model.moe import MoE
 from model.params import seed_from_name
-from model.router import select_experts
+from model.router import Selection
 from parallel.expert.trace import RoutingTrace, load_trace
 from parallel.mesh import Axis
 
@@ -44,6 +44,9 @@ class RoutingSettings:
     save: let a forced run save checkpoints, whose weights are good for nothing else.
     trace: record how many rows each expert had, in the run folder's routing.npz.
     """
+
+    AT_RESUME: ClassVar[str] = "experts chosen by another rule: its steps do not belong to the same run"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("save", "trace")
 
     force: str = ""
     save: bool = False
@@ -207,20 +210,24 @@ def parse_rule(text: str) -> Rule | None:
 
 
 class ForcedRouting:
-    """Puts ``rule`` into every router that ``model`` holds.
+    """Puts ``rule`` into the routers of a model.
 
     Args:
         seed: of the run.
         axis: the ranks that route tokens of the same layers, each its own: a stage's.
     """
 
-    def __init__(self, model: KimiModel, rule: Rule, *, seed: int, axis: Axis) -> None:
+    def __init__(self, rule: Rule, *, seed: int, axis: Axis) -> None:
+        self.rule, self.seed, self.axis = rule, seed, axis
         self._layers: list[_ForcedLayer] = []
+
+    def install(self, model: KimiModel) -> None:
+        """Wrap the choice of every router that ``model`` holds."""
         for index, block in enumerate(model.layers):
             if isinstance(block, Block) and isinstance(block.ffn, MoE):
-                forced = _ForcedLayer(rule, seed=seed, layer=index, axis=axis)
-                block.ffn.router.select = forced
-                self._layers.append(forced)
+                router = block.ffn.router
+                router.select = _ForcedLayer(router.select, self.rule, seed=self.seed, layer=index, axis=self.axis)
+                self._layers.append(router.select)
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
@@ -235,15 +242,16 @@ class ForcedRouting:
 
 
 class _ForcedLayer:
-    """A `model.router.Selection`."""
+    """A `model.router.Selection` that makes the one it wraps, and replaces the experts while a step is under way."""
 
-    def __init__(self, rule: Rule, *, seed: int, layer: int, axis: Axis) -> None:
+    def __init__(self, select: Selection, rule: Rule, *, seed: int, layer: int, axis: Axis) -> None:
+        self.select = select
         self.rule, self.seed, self.layer, self.axis = rule, seed, layer, axis
         self.step: int | None = None
         self.calls = 0
 
     def __call__(self, scores_TE: Tensor, bias_E: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
-        expert_TK, cutoff_T = select_experts(scores_TE, bias_E, k=k)
+        expert_TK, cutoff_T = self.select(scores_TE, bias_E, k=k)
         if self.step is None:
             return expert_TK, cutoff_T
         at = Pass(self.seed, self.layer, self.step, self.calls, self.axis.rank, self.axis.size)

@@ -24,7 +24,7 @@ class TrainingFailed(RuntimeError):
 
 
 def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> None:
-    """Train until ``run.train.steps`` and leave a checkpoint behind, unless the routing is forced.
+    """Train until ``train.steps`` and leave a checkpoint behind, unless the routing is forced.
 
     Args:
         run: from `train.build.build_run`; its progress says where to begin.
@@ -43,7 +43,7 @@ def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> 
                 write_files(run)
             check_health(run)
             check_replicas(run)
-            if due(run.checkpoint.every, run.progress.step) or run.progress.step == run.train.steps:
+            if due(run.config.checkpoint.every, run.progress.step) or run.progress.step == run.config.train.steps:
                 save(run)
         run.checkpoints.wait()
     finally:
@@ -55,8 +55,8 @@ def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> 
 
 def steps(run: Run) -> Iterator[StepMetrics]:
     """Do the remaining steps; yields each one's metrics, its evaluation included."""
-    progress, batch = run.progress, run.batch
-    while progress.step < run.train.steps:
+    progress, config, batch = run.progress, run.config, run.config.batch
+    while progress.step < config.train.steps:
         started = time.perf_counter()
         microbatches, position, samples_hash = run.loader.step(
             progress.position,
@@ -67,7 +67,7 @@ def steps(run: Run) -> Iterator[StepMetrics]:
             microbatch=batch.microbatch,
         )
         tokens = progress.tokens + batch.tokens
-        lr = run.peak_lr * learning_rate_factor(run.schedule, tokens)
+        lr = config.optim.lr * learning_rate_factor(config.schedule, tokens)
         with nullcontext() if run.forced is None else run.forced.during(progress.step):
             result = run.stepper.step(microbatches, lr=lr)
         if run.recorder is not None:
@@ -75,8 +75,8 @@ def steps(run: Run) -> Iterator[StepMetrics]:
         progress.advance(tokens=tokens, learning_rate=lr, position=position, skipped=result.skipped)
         seconds = time.perf_counter() - started
         rate, utilisation = run.throughput.measure(batch.tokens, seconds)
-        validation, sample = evaluate(run) if due(run.evaluate.every, progress.step) else (None, None)
-        detailed = due(run.train.detail_every, progress.step)
+        validation, sample = evaluate(run) if due(config.evaluate.every, progress.step) else (None, None)
+        detailed = due(config.train.detail_every, progress.step)
         yield reduce_over_ranks(
             StepMetrics(
                 step=progress.step,
@@ -93,7 +93,7 @@ def steps(run: Run) -> Iterator[StepMetrics]:
                 peak_memory=peak_memory(run.stepper.device),
                 expert_load=expert_load(run, result) if detailed else None,
                 expert_balance=balance(run, result) if detailed else None,
-                forced_routing=run.routing.force or None,
+                forced_routing=config.routing.force or None,
                 skipped=result.skipped or None,
                 sample_ids=gather_sample_ids(run, microbatches) if result.skipped else None,
                 validation_loss=validation,
@@ -142,24 +142,25 @@ def worst_imbalance(result: StepResult) -> float | None:
 
 def evaluate(run: Run) -> tuple[float, str | None]:
     """(validation loss, text sample) of the model as it is now; equal on all ranks."""
+    config = run.config
     batches = run.loader.validation_batches(
-        length=run.batch.length,
-        microbatch=run.batch.microbatch,
-        max_tokens=run.evaluate.tokens,
+        length=config.batch.length,
+        microbatch=config.batch.microbatch,
+        max_tokens=config.evaluate.tokens,
         rank=run.mesh.dp.rank,
         ranks=run.mesh.dp.size,
     )
     loss = validation_loss(run.pipeline, batches)
-    if not run.evaluate.sample_tokens:
+    if not config.evaluate.sample_tokens:
         return loss, None
     # On every rank, alike: with experts or layers spread over ranks, one alone could not decode.
     text = sample_text(
         run.pipeline,
-        run.loader.encode_prompt(run.evaluate.prompt),
+        run.loader.encode_prompt(config.evaluate.prompt),
         decode=run.loader.decode,
-        tokens=run.evaluate.sample_tokens,
-        temperature=run.evaluate.temperature,
-        seed=run.seed,
+        tokens=config.evaluate.sample_tokens,
+        temperature=config.evaluate.temperature,
+        seed=config.run.seed,
         stop=run.loader.sources[0].store.manifest.eos_id,
     )
     return loss, text
@@ -172,10 +173,10 @@ def check_health(run: Run) -> None:
         TrainingFailed: too many updates in a row were skipped.
     """
     progress = run.progress
-    if progress.skipped_in_a_row >= run.train.max_skipped:
+    if progress.skipped_in_a_row >= run.config.train.max_skipped:
         raise TrainingFailed(
             f"step {progress.step}: {progress.skipped_in_a_row} updates in a row had a non-finite loss or gradient "
-            f"(train.max_skipped={run.train.max_skipped}); look at the samples (sample_ids in "
+            f"(train.max_skipped={run.config.train.max_skipped}); look at the samples (sample_ids in "
             f"{run.folder / 'metrics.jsonl'}), or begin again with a lower optim.lr in another run.dir, since this one "
             "keeps its optimizer; the last checkpoint is intact"
         )
@@ -187,12 +188,13 @@ def check_replicas(run: Run) -> None:
     Raises:
         TrainingFailed: on all ranks, if copies differ on any.
     """
-    if not due(run.train.replica_check_every, run.progress.step):
+    every = run.config.train.replica_check_every
+    if not due(every, run.progress.step):
         return
     if faults := replica_faults(run.model, mesh=run.mesh):
         raise TrainingFailed(
-            f"step {run.progress.step}: ranks hold unequal copies (train.replica_check_every="
-            f"{run.train.replica_check_every}): {'; '.join(faults)}; look for a failing device or link and start the "
+            f"step {run.progress.step}: ranks hold unequal copies (train.replica_check_every={every}): "
+            f"{'; '.join(faults)}; look for a failing device or link and start the "
             "same command again: it continues from the last checkpoint, which is intact"
         )
 
@@ -208,7 +210,7 @@ def write_files(run: Run) -> None:
 
 def save(run: Run) -> None:
     """Checkpoint the run as it is after the step just done, unless its routing is forced."""
-    if not run.routing.saves:
+    if not run.config.routing.saves:
         return
     # First, so that no checkpoint is ahead of it.
     if run.recorder is not None:

@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -155,6 +155,8 @@ class TrackerConfig:
     project: its wandb project.
     mode: "online", "offline" or "disabled", for wandb.
     """
+
+    AT_RESUME: ClassVar[str] = ""
 
     tensorboard: bool = False
     wandb: bool = False

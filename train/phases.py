@@ -6,6 +6,7 @@ run stops, neither stretches the warm-up nor leaves the decay unfinished.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 SCHEDULES = ("cosine", "wsd")
 
@@ -13,6 +14,8 @@ SCHEDULES = ("cosine", "wsd")
 @dataclass
 class BatchConfig:
     """One optimizer step consumes ``sequences`` samples of ``length`` tokens, over all ranks."""
+
+    AT_RESUME: ClassVar[str] = "other batches: the saved position and token clock would not continue"
 
     length: int = 8192
     """Tokens of a sample: the context length."""
@@ -54,6 +57,8 @@ class ScheduleConfig:
     cosine decays from the end of warm-up to ``total_tokens``; wsd (warm-up, stable, decay) stays at 1 and
     decays linearly over the last ``decay_tokens``. After ``total_tokens`` the factor stays at the minimum.
     """
+
+    AT_RESUME: ClassVar[str] = "another learning-rate schedule"
 
     kind: str = "cosine"
     warmup_tokens: int = 0

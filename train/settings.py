@@ -1,6 +1,7 @@
 """Settings of the training run itself; the other rooms' settings stand beside the code they configure."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 PRECISIONS = ("bf16", "fp32", "fp64")
 
@@ -8,6 +9,9 @@ PRECISIONS = ("bf16", "fp32", "fp64")
 @dataclass
 class RunSettings:
     """Where a run lives. The same folder again resumes it."""
+
+    AT_RESUME: ClassVar[str] = "another random seed"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("name", "dir", "cache", "timeout")
 
     name: str = "run"
     dir: str = "runs/${run.name}"
@@ -33,6 +37,9 @@ class RunSettings:
 @dataclass
 class TrainSettings:
     """How far and how a run trains. ``steps`` only says when to stop: the learning rate follows tokens."""
+
+    AT_RESUME: ClassVar[str] = "another computation"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("steps", "max_skipped", "detail_every", "replica_check_every")
 
     steps: int = 1000
     precision: str = "bf16"
@@ -64,6 +71,8 @@ class TrainSettings:
 @dataclass
 class EvaluateSettings:
     """Held-out loss and a sample of text every so many steps; 0 is never."""
+
+    AT_RESUME: ClassVar[str] = ""
 
     every: int = 0
     tokens: int = 65536

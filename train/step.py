@@ -5,7 +5,7 @@ microbatches, before any backward pass: so the gradient is the same however the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,10 +59,18 @@ class Stepper:
         pipeline: the model, whose parameters live in ``dp``'s buckets.
         dp: gradients and parameters of the data-parallel group.
         optimizer: updates what this rank owns.
+        observe: called with the gradients that this rank owns, complete and before clipping, ahead of each update.
     """
 
-    def __init__(self, pipeline: Pipeline, *, dp: DataParallel, optimizer: ShardedOptimizer) -> None:
-        self.pipeline, self.dp, self.optimizer = pipeline, dp, optimizer
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        dp: DataParallel,
+        optimizer: ShardedOptimizer,
+        observe: Callable[[Mapping[str, Tensor]], None] | None = None,
+    ) -> None:
+        self.pipeline, self.dp, self.optimizer, self.observe = pipeline, dp, optimizer, observe
         self.model, self.mesh, self.device = pipeline.model, pipeline.mesh, pipeline.device
         self.layers = held_layers(self.model)
         self.tied = tied_to(self.model, mesh=self.mesh)
@@ -93,8 +101,11 @@ class Stepper:
         report = finalize(self.dp, clip_norm=self.optimizer.config.clip_norm, world=self.mesh.world, tied=self.tied)
         skipped = not (report.finite and math.isfinite(loss))
         if not skipped:
+            gradients = self.dp.owned_gradients()
+            if self.observe is not None:
+                self.observe(gradients)
             self.optimizer.step(
-                self.dp.owned_gradients(),
+                gradients,
                 lr=lr,
                 clip=report.clip,
                 max_logits=stats.max_logit if tracks_logits else None,

@@ -1,4 +1,7 @@
-"""Grouped linear map in one call: `torch.nn.functional.grouped_mm` where its dtypes and strides allow."""
+"""Grouped linear map in one call, and its gradients: `torch.nn.functional.grouped_mm` where dtypes and strides allow.
+
+Shapes: R rows, S segments, I and O widths in and out.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +11,7 @@ from model.kernels.grouped_linear_reference import grouped_linear_reference
 
 
 def grouped_linear(rows_RI: Tensor, weight_SOI: Tensor, segment_ends_S: Tensor) -> Tensor:
-    """As `grouped_linear_reference`, outputs and gradients.
+    """As `grouped_linear_reference`.
 
     Args:
         rows_RI: rows sorted by segment; every row lies in a segment.
@@ -20,13 +23,14 @@ def grouped_linear(rows_RI: Tensor, weight_SOI: Tensor, segment_ends_S: Tensor) 
     return F.grouped_mm(rows_RI, weight_SOI.transpose(1, 2), offs=segment_ends_S)
 
 
-def grouped_weight_gradient(grad_RO: Tensor, rows_RI: Tensor, segment_ends_S: Tensor) -> Tensor:
-    """Gradient [S, O, I] of the weights of `grouped_linear`: ``grad[segment s].T @ rows[segment s]``.
+def grouped_input_gradient(grad_RO: Tensor, weight_SOI: Tensor, segment_ends_S: Tensor) -> Tensor:
+    """Gradient [R, I] of the rows of `grouped_linear`: ``grad[segment s] @ weight[s]``."""
+    return grouped_linear(grad_RO.contiguous(), weight_SOI.transpose(1, 2), segment_ends_S)
 
-    Args:
-        grad_RO: gradient of the product.
-        rows_RI, segment_ends_S: what was multiplied, as there.
-    """
+
+def grouped_weight_gradient(grad_RO: Tensor, rows_RI: Tensor, segment_ends_S: Tensor) -> Tensor:
+    """Gradient [S, O, I] of the weights of `grouped_linear`: ``grad[segment s].T @ rows[segment s]``."""
+    grad_RO = grad_RO.contiguous()
     if _fits(rows_RI, grad_RO.shape[1], rows_RI.shape[1]):
         return F.grouped_mm(grad_RO.T, rows_RI, offs=segment_ends_S)
     ends = segment_ends_S.tolist()

@@ -27,6 +27,6 @@ def install_context(model: nn.Module, axis: Axis) -> None:
         return
     for module in model.modules():
         if isinstance(module, KDA):
-            module.core = ContextKDA(axis)
+            module.core = ContextKDA(module.core, axis)
         elif isinstance(module, MLA):
-            module.core = ContextMLA(axis)
+            module.core = ContextMLA(module.core, axis)

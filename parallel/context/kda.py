@@ -27,10 +27,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from model.documents import Documents
+from model.kda import NORMALIZED
 from model.kernels.kda_chunk import kda_chunk
 from model.kernels.kda_plan import Plans
 from model.precision import compute_dtype
-from model.seams import NORMALIZED, ConvWeights, KDACache, LocalKDA, prepare_stream
+from model.seams import ConvWeights, KDACache, KDACore
 from parallel.collectives import all_gather, gather_plain
 from parallel.context.layout import SlicedDocuments
 from parallel.mesh import Axis
@@ -40,12 +41,16 @@ class ContextKDA:
     """`model.seams.KDACore` on a slice of the sequence; decoding with a cache is local.
 
     Every rank makes the same collectives whatever its documents are: autograd must reach them on all ranks.
+
+    Args:
+        local: the core that stood here; it decodes.
+        axis: cp.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, local: KDACore, axis: Axis) -> None:
         self.axis = axis
-        self.local = LocalKDA()
-        self.prepare: Callable[..., Tensor] = prepare_stream
+        self.local = local
+        self.prepare: Callable[..., Tensor] = local.prepare
 
     def __call__(
         self,

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.documents import Documents
-from model.seams import LocalAttention, MLACache
+from model.products import Product
+from model.seams import AttentionCore, AttentionKernel, MLACache
 from model.stats import LayerStats
 from parallel.collectives import all_gather, all_to_all
 from parallel.context.layout import SlicedDocuments
@@ -37,11 +38,24 @@ class ContextMLA:
     """`model.seams.AttentionCore` on a slice of the sequence; decoding with a cache is local.
 
     Each rank raises the largest logits of what it computed; the step takes the maximum over ranks.
+
+    Args:
+        local: the core that stood here; it decodes, and attends with this rank's heads.
+        axis: cp.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, local: AttentionCore, axis: Axis) -> None:
         self.axis = axis
-        self.local = LocalAttention()
+        self.local = local
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """Of both forms."""
+        return self.local.kernel
+
+    @kernel.setter
+    def kernel(self, kernel: AttentionKernel) -> None:
+        self.local.kernel = kernel
 
     def __call__(
         self,
@@ -50,6 +64,7 @@ class ContextMLA:
         shared_key_BTP: Tensor,
         up_weight: Tensor,
         *,
+        product: Product,
         value_dim: int,
         documents: Documents,
         stats: LayerStats | None,
@@ -61,6 +76,7 @@ class ContextMLA:
                 latent_BTR,
                 shared_key_BTP,
                 up_weight,
+                product=product,
                 value_dim=value_dim,
                 documents=documents,
                 stats=stats,
@@ -72,7 +88,15 @@ class ContextMLA:
         latent, shared_key = whole.split(widths, dim=-1)
         if q_BTHQ.shape[2] % self.axis.size:
             return attend_own_queries(
-                q_BTHQ, latent, shared_key, up_weight, value_dim=value_dim, documents=documents, stats=stats
+                q_BTHQ,
+                latent,
+                shared_key,
+                up_weight,
+                product=product,
+                kernel=self.kernel,
+                value_dim=value_dim,
+                documents=documents,
+                stats=stats,
             )
         heads = q_BTHQ.shape[2] // self.axis.size
         first = self.axis.rank * heads
@@ -83,6 +107,7 @@ class ContextMLA:
             latent,
             shared_key,
             up_weight.unflatten(0, (heads * self.axis.size, -1)).narrow(0, first, heads).flatten(0, 1),
+            product=product,
             value_dim=value_dim,
             documents=documents.whole,
             stats=stats,
@@ -111,6 +136,8 @@ def attend_own_queries(
     shared_key: Tensor,
     up_weight: Tensor,
     *,
+    product: Product,
+    kernel: AttentionKernel,
     value_dim: int,
     documents: SlicedDocuments,
     stats: LayerStats | None,
@@ -120,14 +147,14 @@ def attend_own_queries(
     Args:
         q_BTHQ: queries of the slice.
         latent, shared_key: of the whole sequence.
-        up_weight, value_dim: as for `model.seams.AttentionCore`.
+        up_weight, product, kernel, value_dim: as for `model.seams.AttentionCore`.
         documents: of the slice.
         stats: takes the largest logit of each head among these queries.
     """
     heads, q_dim = q_BTHQ.shape[2:]
     # Of the sequence, only what the slice's documents can see: from the first one's beginning on.
     seen = slice(documents.first_start, documents.start + documents.length)
-    kv = F.linear(latent[:, seen], up_weight).unflatten(-1, (heads, -1))
+    kv = product(latent[:, seen], up_weight).unflatten(-1, (heads, -1))
     k_nope, v = kv.split([kv.shape[-1] - value_dim, value_dim], dim=-1)
     k_shared = shared_key[:, seen].unsqueeze(2).expand(-1, -1, heads, -1)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHQ, torch.cat([k_nope, k_shared], dim=-1), v))
@@ -144,14 +171,16 @@ def attend_own_queries(
             q_tile, k_tile, v_tile = q[:, :, start:stop], k[:, :, keys], v[:, :, keys]
             shape = stop - start, k_tile.shape[2]
             visible = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
-            outputs.append(F.scaled_dot_product_attention(q_tile, k_tile, v_tile, attn_mask=visible, scale=q_dim**-0.5))
+            outputs.append(kernel.attend(q_tile, k_tile, v_tile, attn_mask=visible, scale=q_dim**-0.5))
             if stats is not None and stats.max_logit_H is not None:
-                _track_max_logit(q_tile.detach(), k_tile.detach(), visible, stats.max_logit_H)
+                _track_max_logit(q_tile.detach(), k_tile.detach(), visible, stats.max_logit_H, kernel=kernel)
     return torch.cat(outputs, dim=2)[..., :value_dim].transpose(1, 2)
 
 
 @torch.no_grad()
-def _track_max_logit(q_BHTQ: Tensor, k_BHSQ: Tensor, visible_TS: Tensor, max_logit_H: Tensor) -> None:
-    logits = (q_BHTQ @ k_BHSQ.mT).float() * q_BHTQ.shape[-1] ** -0.5
+def _track_max_logit(
+    q_BHTQ: Tensor, k_BHSQ: Tensor, visible_TS: Tensor, max_logit_H: Tensor, *, kernel: AttentionKernel
+) -> None:
+    logits = kernel.multiply(q_BHTQ, k_BHSQ.mT).float() * q_BHTQ.shape[-1] ** -0.5
     largest_H = logits.masked_fill_(~visible_TS, -torch.inf).amax(dim=(0, 2, 3))
     torch.maximum(max_logit_H, largest_H, out=max_logit_H)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from model.dispatch import SEGMENT_ALIGNMENT
 from model.kernels.kda_plan import CHUNK
-from model.seams import SEGMENT_ALIGNMENT
 from parallel.cost.plan import StepPlan
 
 INDEX = 8
@@ -88,6 +88,9 @@ def deferred_bytes(plan: StepPlan, layer: int, *, rows: float) -> float:
         down, value = mla.q_rank or 0, mla.heads * mla.value_dim // tp
         query = mla.heads * (mla.nope_dim + mla.rope_dim) // tp
         numbers = tokens * (2 * dim + 2 * down + query + mla.kv_rank + mla.rope_dim + value * (1 + mla.output_gate))
+        if plan.parallel.cp == 1:
+            # Over cp the up-projection is that of some heads, made from the parameter: backward makes its gradient.
+            numbers += tokens * (mla.kv_rank + mla.heads * (mla.nope_dim + mla.value_dim) // tp)
     if not plan.model.is_moe(layer):
         return (numbers + tokens * (2 * dim + 3 * plan.model.dense_dim // tp)) * plan.narrow
     latent, inner = moe.latent_dim or dim, moe.expert_dim // tp

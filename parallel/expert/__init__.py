@@ -17,8 +17,13 @@ from parallel.expert.planner import plan, plan_home
 from parallel.mesh import Axis, ExpertsConfig
 
 
-def use_expert_parallel(model: KimiModel, *, axis: Axis, config: ExpertsConfig) -> None:
-    """Give every expert layer of ``model``, whose experts are this rank's slice, the exchange over ``axis``."""
+def install_experts(model: KimiModel, *, axis: Axis, config: ExpertsConfig) -> None:
+    """Give every expert layer of ``model``, whose experts are this rank's slice, the exchange over ``axis``.
+
+    Nothing changes on an axis of size 1.
+    """
+    if axis.size == 1:
+        return
     balanced = config.dispatcher == "balanced"
     make_plan = partial(plan, above=config.balance_above) if balanced else plan_home
     kind = DeduplicatingDispatcher if config.deduplicate else AllToAllDispatcher

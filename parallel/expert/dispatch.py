@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.dispatch import SEGMENT_ALIGNMENT, combine_rows
 from model.router import Routing
-from model.seams import SEGMENT_ALIGNMENT, ExpertWeights, Received, combine_rows
+from model.seams import ExpertWeights, Received
 from parallel.collectives import Pending, all_to_all, all_to_all_plain, all_to_all_start, gather_plain
 from parallel.expert.planner import ExpertPart, ExpertPlan, place_arrivals, plan_home, runs
 from parallel.expert.stats import RowStats
@@ -143,7 +144,7 @@ class AllToAllDispatcher:
         own = Received(own_SL, planned.ends_S[:home], weights)
         if not planned.part.borrowed:
             return (own,)
-        return own, Received(guests_SL, planned.ends_S[home:] - planned.home_rows, borrowed, loan.product)
+        return own, Received(guests_SL, planned.ends_S[home:] - planned.home_rows, borrowed, loan.borrowed)
 
     def combine(self, rows_RL: Tensor, routing: Routing, handle: Dispatched) -> Tensor:
         """As `TokenDispatcher.combine`; ``rows_RL`` are the padded rows of `receive`, with results."""

@@ -5,9 +5,10 @@
                home gradient <--fp32, added by borrowing rank--    before data parallel sees it
 
 A borrowed expert is no parameter: it is in no optimizer, checkpoint or norm. Between forward and backward it is not
-even in memory, for a pass of many layers would hold a second model: the product with borrowed weights saves its rows
-alone, and backward fetches the weights anew. Every rank enters every exchange of a plan with loans, whether it lends
-or borrows or neither; a plan without loans moves nothing, and all ranks know that.
+even in memory, for a pass of many layers would hold a second model: the product with borrowed weights keeps its rows
+alone, and reads the weights `again` in backward (`model.products.Product`), when they have been fetched anew. Every
+rank enters every exchange of a plan with loans, whether it lends or borrows or neither; a plan without loans moves
+nothing, and all ranks know that.
 
 A loan travels as one row: gate, up and down of an expert, flat and joined. A narrower format of weights needs another
 packing here and nothing else.
@@ -19,9 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from model.kernels.grouped_linear import grouped_linear, grouped_weight_gradient
 from model.seams import ExpertWeights
 from parallel.collectives import Pending, all_to_all_start
 from parallel.expert.planner import ExpertPart
@@ -46,7 +45,6 @@ class Loan:
         self._receive = torch.bincount(homes, minlength=axis.size).tolist()
         self._pending: Pending | None = None
         self._pool: Tensor | None = None
-        self.given: ExpertWeights | tuple[()] = ()
 
     @torch.no_grad()
     def start(self) -> None:
@@ -66,13 +64,7 @@ class Loan:
         if self._pending is not None:
             # On a rank that borrows nothing, nobody waited: what it lent may still be read.
             self._pending.wait()
-        # What was given out are views of the pool, and their graph holds this loan: kept, neither would ever go.
-        self._pending, self._pool, self.given = None, None, ()
-
-    def product(self, rows_RI: Tensor, weight_SOI: Tensor, segment_ends_S: Tensor) -> Tensor:
-        """`model.kernels.grouped_linear` of rows and one of the borrowed weights that `borrow` gave out."""
-        which = next(index for index, weight in enumerate(self.given) if weight is weight_SOI)
-        return _BorrowedLinear.apply(rows_RI, weight_SOI, segment_ends_S, self, which)
+        self._pending, self._pool = None, None
 
     @torch.no_grad()
     def return_gradients(self, gradients: ExpertWeights) -> ExpertWeights:
@@ -116,8 +108,7 @@ def borrow(rows: Tensor, loan: Loan) -> tuple[Tensor, ExpertWeights]:
     The rows are there so that backward comes by here on every rank, whatever it borrows.
     """
     rows, *borrowed = _Borrow.apply(rows, *loan.home, loan)
-    loan.given = ExpertWeights(*borrowed)
-    return rows, loan.given
+    return rows, ExpertWeights(*borrowed)
 
 
 def refetch(rows: Tensor, loan: Loan) -> Tensor:
@@ -152,24 +143,3 @@ class _Refetch(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.loan.start()
         return grad, None
-
-
-class _BorrowedLinear(torch.autograd.Function):
-    """The grouped product; what it needs of the weights in backward, it reads from the loan."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows_RI: Tensor, weight_SOI: Tensor, segment_ends_S: Tensor, loan: Loan, which: int
-    ) -> Tensor:
-        ctx.save_for_backward(rows_RI, segment_ends_S)
-        ctx.loan, ctx.which = loan, which
-        return grouped_linear(rows_RI, weight_SOI, segment_ends_S)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        rows_RI, segment_ends_S = ctx.saved_tensors
-        weight_SOI = ctx.loan.borrowed()[ctx.which]
-        grad_RO = grad_RO.contiguous()
-        grad_RI = grouped_linear(grad_RO, weight_SOI.transpose(1, 2), segment_ends_S)
-        return grad_RI, grouped_weight_gradient(grad_RO, rows_RI, segment_ends_S), None, None, None

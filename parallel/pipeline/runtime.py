@@ -107,6 +107,7 @@ class Pipeline:
         mesh: this rank's place.
         layout: how the model is cut; None: it is whole.
         schedule: name of the order of work (`parallel.pipeline.schedule`).
+        deferred: collects the weight gradients that the model's products put off, which is what "zero_bubble" runs on.
         loss_chunk: tokens whose logits exist at once.
 
     Attributes:
@@ -120,6 +121,7 @@ class Pipeline:
         mesh: Mesh,
         layout: PipelineLayout | None = None,
         schedule: str = "auto",
+        deferred: DeferredGradients | None = None,
         loss_chunk: int = 1024,
     ) -> None:
         layout = whole_layout(model) if layout is None else layout
@@ -132,9 +134,8 @@ class Pipeline:
         norm = model.get_parameter(f"layers.{layout.layers_of(mesh.pp.rank)[0]}.mixer_norm.weight")
         self.device, self.dtype = norm.device, norm.dtype
         self._schedules: dict[int, Schedule] = {}
-        self.deferred = DeferredGradients() if schedule == "zero_bubble" else None
-        if self.deferred is not None:
-            self.deferred.install(model)
+        assert (deferred is not None) == (schedule == "zero_bubble"), schedule
+        self.deferred = deferred
 
     @property
     def has_loss(self) -> bool:
@@ -291,7 +292,10 @@ class Pipeline:
         if isinstance(purpose, _Decode):
             purpose.logits = self.model.head(hidden[:, -1:])
             return []
-        loss = head_loss(hidden, self.model.head.weight, batch.labels, axis=self.mesh.tp, chunk=self.loss_chunk)
+        head = self.model.head
+        loss = head_loss(
+            hidden, head.weight, batch.labels, axis=self.mesh.tp, chunk=self.loss_chunk, product=head.product
+        )
         run.total += loss.detach().double()
         return [loss / purpose.labels] if isinstance(purpose, _Train) else []
 

@@ -30,7 +30,7 @@ from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from model.kimi import KimiModel
 from model.moe import MoE
 from model.stats import ForwardStats
-from parallel.expert import use_expert_parallel
+from parallel.expert import install_experts
 from parallel.expert.stats import RowStats
 from parallel.mesh import ExpertsConfig, Mesh, ParallelConfig, make_mesh
 from tests.bench.parallel import make_case
@@ -38,7 +38,7 @@ from tests.dist.ranks import RankPool
 from train.balance import COLUMNS
 from train.build import build_model
 from train.forced_routing import ForcedRouting, parse_rule
-from train.parity import build
+from train.proof.parity import build
 from train.step import Stepper
 
 CPU = torch.device("cpu")
@@ -131,13 +131,14 @@ def in_turns(
     """``run`` with each dispatcher in turn, after one warm-up each; the load differs by repeat alone."""
     parsed = parse_rule(rule)
     assert parsed is not None
-    forced = ForcedRouting(model, parsed, seed=0, axis=mesh.stage)
+    forced = ForcedRouting(parsed, seed=0, axis=mesh.stage)
+    forced.install(model)
     timings = {name: Timing([], [], []) for name in dispatchers}
     for repeat in range(-1, repeats):
         names = list(dispatchers)
         # Whoever comes first in a turn finds other caches than the rest.
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            use_expert_parallel(model, axis=mesh.ep, config=dispatchers[name])
+            install_experts(model, axis=mesh.ep, config=dispatchers[name])
             dist.barrier()
             sent = mesh.ep.traffic.sent.get("ep all_to_all", 0)
             cpu, wall = time.process_time(), time.perf_counter()

@@ -20,13 +20,14 @@ from launch.ranks import RankPool
 from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from model.documents import Documents
 from model.loss import IGNORE_INDEX
-from model.seams import LocalAttention
+from model.mla import LocalAttention
+from model.products import DENSE
 from model.stats import LayerStats
 from optim.groups import OptimConfig
 from parallel.mesh import ParallelConfig, make_mesh
 from parallel.recompute import RecomputeConfig
 from train.build import build_model
-from train.parity import SEED, Case, build
+from train.proof.parity import SEED, Case, build
 from train.step import Stepper
 
 LENGTH, DOCUMENT, RANKS = 262_144, 65_536, 4
@@ -125,7 +126,9 @@ def attention_seconds(length: int) -> float:
     # QK-Clip wants the largest logit, as in training.
     stats = LayerStats(None, None, torch.full((1,), -torch.inf), None)
     began = time.process_time()
-    out = LocalAttention()(**inputs, value_dim=mla.value_dim, documents=documents, stats=stats, cache=None)
+    out = LocalAttention()(
+        **inputs, product=DENSE, value_dim=mla.value_dim, documents=documents, stats=stats, cache=None
+    )
     out.backward(torch.ones_like(out))
     return time.process_time() - began
 
@@ -153,7 +156,7 @@ def main() -> None:
     parser.add_argument("--policy", default="none", help="recomputation: none, selective or full")
     options = parser.parse_args()
     case = make_case(options.length, document=options.document, layers=options.layers, policy=options.policy)
-    with RankPool(RANKS, timeout=3600, preload=("train.parity",)) as pool:
+    with RankPool(RANKS, timeout=3600, preload=("train.proof.parity",)) as pool:
         results = pool.run(train_step, case)
     documents = len(case.steps[0][0].cu_seqlens) - 1
     print(

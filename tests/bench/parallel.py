@@ -22,11 +22,11 @@ from torch import Tensor
 
 from data.loader import Microbatch
 from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from model.dispatch import SEGMENT_ALIGNMENT
 from model.kimi import KimiModel
 from model.loss import chunked_cross_entropy
 from model.moe import MoE
 from model.params import initialize
-from model.seams import SEGMENT_ALIGNMENT
 from optim.groups import OptimConfig, make_groups
 from parallel.context.layout import slice_tokens
 from parallel.cost.memory import Memory, rank_memory
@@ -41,7 +41,7 @@ from parallel.tensor import RegionDispatcher, head_loss
 from tests.bench.live import LiveMemory, bytes_of
 from tests.dist.ranks import RankPool
 from train.build import build_model
-from train.parity import LOSS_CHUNK, Case, build
+from train.proof.parity import LOSS_CHUNK, Case, build
 from train.step import Stepper, to_device
 
 CPU = torch.device("cpu")

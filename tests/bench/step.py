@@ -33,7 +33,6 @@ from model.loss import chunked_cross_entropy
 from model.moe import MoE
 from model.params import initialize
 from model.precision import set_precision
-from model.seams import GroupedProduct
 from model.stats import ForwardStats
 from parallel.cost import training_flops
 from parallel.mesh import Mesh
@@ -192,7 +191,7 @@ def grouped_products(*, rows: tuple[int, ...], repeats: int) -> Table:
     return made
 
 
-def product_gradients(product: GroupedProduct, x: Tensor, weight: Tensor, ends: Tensor) -> None:
+def product_gradients(product: Callable[..., Tensor], x: Tensor, weight: Tensor, ends: Tensor) -> None:
     """Forward and backward of one grouped product."""
     y = product(x, weight, ends)
     torch.autograd.grad(y, (x, weight), torch.ones_like(y))

@@ -130,10 +130,13 @@ def find_an_empty_pool_in_backward(original: Mutate, loan: Any) -> ExpertWeights
     return ExpertWeights(*map(torch.zeros_like, borrowed)) if in_backward() else borrowed
 
 
-def overwrite_after_one_product(original: Mutate, ctx: Any, grad: Tensor) -> Any:
-    gradients = original(ctx, grad)
-    ctx.loan._pool.zero_()
-    return gradients
+def overwrite_after_one_product(original: Mutate, loan: Any) -> ExpertWeights:
+    borrowed = original(loan)
+    if not in_backward():
+        return borrowed
+    read = ExpertWeights(*(weight.clone() for weight in borrowed))
+    loan._pool.zero_()
+    return read
 
 
 def leave_guests_padding_unwritten(original: Mutate, self: Any, handle: Any) -> tuple[Received, ...]:
@@ -213,7 +216,7 @@ BALANCED_EXPERTS = (
         sentence="The borrowed slots are written to again after the first of the three products of backward.",
         source="https://github.com/MakazhanAlpamys/Soup/issues/331",
         mesh=BALANCED,
-        target="parallel.expert.weights:_BorrowedLinear.backward",
+        target="parallel.expert.weights:Loan.borrowed",
         mutate=overwrite_after_one_product,
         shows="gradient of *.ffn.down.weight: error *",
     ),

@@ -23,9 +23,9 @@ def choose_otherwise_in_backward(original: Mutate, scores: Tensor, *args: Any, *
     return (experts.roll(1, dims=0) if in_backward else experts), cutoff
 
 
-def hand_statistics_to_the_repetition(original: Mutate, self: Any, state: Any, **options: Any) -> Any:
-    with patch.object(self, "forward", functools.partial(self.forward, stats=options["stats"])):
-        return original(self, state, **options)
+def hand_statistics_to_the_repetition(original: Mutate, self: Any, block: Any, state: Any, **options: Any) -> Any:
+    with patch.object(self, "run", functools.partial(self.run, stats=options["stats"])):
+        return original(self, block, state, **options)
 
 
 RECOMPUTE = (

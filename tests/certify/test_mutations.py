@@ -8,15 +8,16 @@ import pytest
 from torch import Tensor
 
 from configs.compose import compose_config
-from configs.schema import RunConfig
-from launch.certify import TOLERANCE, make_case, unproven
+from launch.certify import TOLERANCE, unproven
 from launch.ranks import RankError, RankPool
-from launch.shrink import ranks_of, shrink
 from parallel.mesh import ParallelConfig
 from parallel.sharding import TensorSlice
 from tests.certify.mutation import Reach
 from tests.certify.mutations import MUTATIONS
-from train.parity import Case, Outcome, compare, merge, train_alone, train_on_mesh
+from train.config import RunConfig
+from train.proof.case import make_case
+from train.proof.parity import Case, Outcome, compare, merge, train_alone, train_on_mesh
+from train.proof.shrink import ranks_of, shrink
 
 pytestmark = pytest.mark.slow  # a certify run for each mistake
 
@@ -32,7 +33,7 @@ class Pools:
 
     def of(self, size: int) -> RankPool:
         if size not in self._by_size:
-            self._by_size[size] = RankPool(size, timeout=60, preload=("train.parity",))
+            self._by_size[size] = RankPool(size, timeout=60, preload=("train.proof.parity",))
         return self._by_size[size]
 
     def drop(self, size: int) -> None:

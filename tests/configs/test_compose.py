@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from configs.compose import ConfigError, compose_config
-from configs.schema import differences, flatten, validate
+from configs.schema import validate
 from model.hf_map import config_from_hf, config_to_hf
 from model.kimi import build_on_meta
 from model.precision import set_precision
+from train.config import differences, flatten
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "experiment").glob("*.yaml"))

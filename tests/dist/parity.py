@@ -1,4 +1,4 @@
-"""A mesh against one rank, for tests: `train.parity` over a `RankPool`.
+"""A mesh against one rank, for tests: `train.proof.parity` over a `RankPool`.
 
 with RankPool(4) as pool:
     check_parity(run_on_mesh(pool, case, ParallelConfig(dp=4, ep=2)), run_alone(case))
@@ -16,7 +16,7 @@ from parallel.sharding import TensorSlice
 from tests.dist.ranks import RankPool
 from train.build import Progress, checkpoint_tensors, resume
 from train.checkpoint import CheckpointStore
-from train.parity import Case, Outcome, Rig, build, compare, held, join, merge, train, train_alone, train_on_mesh
+from train.proof.parity import Case, Outcome, CaseRig, build, compare, held, join, merge, train, train_alone, train_on_mesh
 
 __all__ = ["Case", "Outcome", "check_parity", "gather", "load_rank", "run_alone", "run_on_mesh", "save_rank"]
 
@@ -51,7 +51,7 @@ def _store(root: Path, mesh: Mesh) -> CheckpointStore:
     return CheckpointStore(root, rank=world.rank, ranks=world.size, group=world.group, asynchronous=False)
 
 
-def _build(case: Case, config: ParallelConfig) -> Rig:
+def _build(case: Case, config: ParallelConfig) -> CaseRig:
     return build(case, make_mesh(config, dist.get_world_size() if dist.is_initialized() else 1), config)
 
 

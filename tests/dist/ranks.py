@@ -10,4 +10,4 @@ class RankPool(launch.ranks.RankPool):
     """Ranks that find imported what nearly every test needs: seconds of each rank's life otherwise."""
 
     def __init__(self, size: int, *, timeout: float = 60.0) -> None:
-        super().__init__(size, timeout=timeout, preload=("train.parity",))
+        super().__init__(size, timeout=timeout, preload=("train.proof.parity",))

@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from model.kimi import KimiModel
 from model.moe import MoE, expert_ffn
 from model.router import Routing
-from model.seams import ExpertWeights, LocalDispatcher
+from model.dispatch import LocalDispatcher
+from model.seams import ExpertWeights
 from parallel.collectives import Pending, all_to_all_start
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.expert.planner import ExpertPlan, plan
@@ -179,10 +180,7 @@ def two_layers(
     out, handle = x, None
     for _ in range(2):
         handle = dispatcher.dispatch(out, routing, weights)
-        results = [
-            expert_ffn(rows, ends, used, torch.mul, **({} if product is None else {"product": product}))
-            for rows, ends, used, product in dispatcher.receive(handle)
-        ]
+        results = [expert_ffn(received, torch.mul) for received in dispatcher.receive(handle)]
         out = dispatcher.combine(torch.cat(results), routing, handle)
     gradients = torch.autograd.grad(out, leaves, upstream)
     return [out.detach(), *gradients], getattr(handle, "planned", None)

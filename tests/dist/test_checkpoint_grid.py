@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import DataPosition
-from launch.certify import make_microbatch
+from train.proof.case import make_microbatch
 from optim.groups import OptimConfig
 from parallel.mesh import Mesh, ParallelConfig, make_mesh
 from parallel.sharding import TensorSlice
@@ -29,7 +29,7 @@ from tests.dist.ranks import RankError, RankPool
 from tests.model.tiny import tiny_model
 from train.build import Progress, checkpoint_tensors, resume
 from train.checkpoint import CheckpointError, CheckpointStore
-from train.parity import build, held, train
+from train.proof.parity import build, held, train
 
 pytestmark = pytest.mark.slow  # runs on many meshes
 
@@ -59,7 +59,7 @@ PROGRESS = Progress(
 class Held:
     """What one rank holds.
 
-    tensors: weights, optimizer state and router biases, as `train.parity.held`.
+    tensors: weights, optimizer state and router biases, as `train.proof.parity.held`.
     random: state of the CPU's generator.
     """
 

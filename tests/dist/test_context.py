@@ -17,7 +17,10 @@ from model.documents import Documents
 from model.generate import generate
 from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
-from model.seams import AttentionCore, ConvWeights, KDACore, LocalAttention, LocalKDA
+from model.kda import LocalKDA
+from model.mla import LocalAttention
+from model.products import DENSE
+from model.seams import AttentionCore, ConvWeights, KDACore
 from model.stats import ForwardStats, LayerStats
 from parallel.context import install_context
 from parallel.context.kda import ContextKDA
@@ -107,6 +110,7 @@ def run_mla(core: AttentionCore, x: dict[str, Tensor], documents: Documents, sta
         x["latent"],
         x["shared_key"],
         x["up_weight"],
+        product=DENSE,
         value_dim=x["grad"].shape[-1],
         documents=documents,
         stats=stats,
@@ -142,9 +146,9 @@ def on_slice(size: int, kind: str, x: dict[str, Tensor], offsets: list[int]) -> 
         for name, value in x.items()
     }
     if kind == "kda":
-        return backward(run_kda, ContextKDA(axis), own, documents)
+        return backward(run_kda, ContextKDA(LocalKDA(), axis), own, documents)
     stats = logit_stats(x["q"].shape[2])
-    found = backward(run_mla, ContextMLA(axis), own, documents, stats)
+    found = backward(run_mla, ContextMLA(LocalAttention(), axis), own, documents, stats)
     assert stats.max_logit_H is not None
     return found | {"max_logit": stats.max_logit_H}
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from model.moe import expert_ffn
 from model.router import Routing
-from model.seams import ExpertWeights, LocalDispatcher, TokenDispatcher
+from model.dispatch import LocalDispatcher
+from model.seams import ExpertWeights, TokenDispatcher
 from parallel.expert.deduplicate import DeduplicatingDispatcher
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.expert.planner import plan, plan_home
@@ -41,10 +42,7 @@ def run(
     for leaf in leaves:
         leaf.requires_grad_()
     handle = dispatcher.dispatch(x, routing, weights)
-    results = [
-        expert_ffn(rows, ends, used, torch.mul, **({} if product is None else {"product": product}))
-        for rows, ends, used, product in dispatcher.receive(handle)
-    ]
+    results = [expert_ffn(received, torch.mul) for received in dispatcher.receive(handle)]
     out = dispatcher.combine(torch.cat(results), routing, handle)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 

@@ -16,7 +16,8 @@ from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX
 from model.moe import expert_ffn
 from model.router import Routing
-from model.seams import ExpertWeights, LocalDispatcher
+from model.dispatch import LocalDispatcher
+from model.seams import ExpertWeights
 from optim.groups import OptimConfig
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.mesh import Axis, Mesh, ParallelConfig, make_mesh
@@ -101,8 +102,8 @@ def exchange(axis: Axis, x: Tensor, routing: Routing, weights: ExpertWeights, up
     for leaf in leaves:
         leaf.requires_grad_()
     handle = dispatcher.dispatch(x, routing, weights)
-    ((rows, ends, used, _),) = dispatcher.receive(handle)
-    out = dispatcher.combine(expert_ffn(rows, ends, used, torch.mul), routing, handle)
+    (received,) = dispatcher.receive(handle)
+    out = dispatcher.combine(expert_ffn(received, torch.mul), routing, handle)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 

@@ -22,7 +22,7 @@ from tests.model.tiny import tiny_model
 from train.balance import expert_balance
 from train.evaluate import validation_loss
 from train.forced_routing import ForcedRouting, parse_rule
-from train.parity import build
+from train.proof.parity import build
 from train.step import Stepper
 
 pytestmark = pytest.mark.slow  # runs on many meshes
@@ -51,7 +51,8 @@ def forced_steps(case: Case, config: ParallelConfig, rule: str) -> list[tuple[Ba
     rig = build(case, make_mesh(config, dist.get_world_size()), config)
     parsed = parse_rule(rule)
     assert parsed is not None
-    forced = ForcedRouting(rig.model, parsed, seed=0, axis=rig.mesh.stage)
+    forced = ForcedRouting(parsed, seed=0, axis=rig.mesh.stage)
+    forced.install(rig.model)
     stepper = Stepper(rig.pipeline, dp=rig.dp, optimizer=rig.optimizer)
     found = []
     for number, step in enumerate(case.steps):

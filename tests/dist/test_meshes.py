@@ -2,7 +2,7 @@
 
 One step in fp64 with packed documents and microbatches of 24, 2, 17 and no labelled tokens. Compared with one rank:
 loss, gradient norm, expert loads, router biases, and of every parameter its first value, its gradient, what the step
-made of it and the optimizer's state; copies must be equal to the bit (`train.parity`).
+made of it and the optimizer's state; copies must be equal to the bit (`train.proof.parity`).
 
         tp   pp   ep   cp   dp      a row names the axes; experts are spread over dp x cp,
     tp  x    .    .    .    .       so ep comes with dp or lies over cp
@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.certify import make_microbatch
+from train.proof.case import make_microbatch
 from model.hf_map import from_hf
 from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX

@@ -26,7 +26,7 @@ from tests.dist.ranks import RankError, RankPool
 from tests.dist.test_expert import microbatch
 from tests.model.tiny import tiny_model, tokens
 from train.evaluate import sample_text, validation_loss
-from train.parity import LOSS_CHUNK, build, train
+from train.proof.parity import LOSS_CHUNK, build, train
 from train.step import Stepper, to_device
 
 # Clips gradients, and the attention logits of every head.

@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from model.kimi import KimiModel
 from parallel.mesh import ParallelConfig, make_mesh
-from parallel.recompute import RecomputeConfig, apply_recompute
+from parallel.recompute import RecomputeConfig, install_recompute
 from parallel.sharding import TensorSlice
 from tests.dist.parity import Case, Outcome, check_parity, run_alone
 from tests.dist.ranks import RankPool
 from tests.dist.test_expert import make_case, routed
 from tests.model.tiny import tiny_model
-from train.parity import build, merge, train
+from train.proof.parity import build, merge, train
 
 MESHES = {
     "dp2": ParallelConfig(dp=2),
@@ -39,7 +39,7 @@ def pool() -> Iterator[RankPool]:
 
 def run_rank(case: Case, config: ParallelConfig, recompute: RecomputeConfig) -> Outcome[TensorSlice]:
     rig = build(case, make_mesh(config, dist.get_world_size()), config)
-    apply_recompute(rig.model, recompute, offload_bytes=64)
+    install_recompute(rig.model, recompute, offload_bytes=64)
     return train(case, rig)
 
 

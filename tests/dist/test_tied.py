@@ -15,7 +15,7 @@ from tests.dist.parity import Case, check_parity, gather, load_rank, run_alone, 
 from tests.dist.ranks import RankPool
 from tests.dist.test_expert import make_case
 from tests.model.tiny import tiny_config, tiny_model
-from train.parity import build, train
+from train.proof.parity import build, train
 
 pytestmark = pytest.mark.slow  # runs on many meshes
 

@@ -33,7 +33,7 @@ from tests.bench.parallel import (
 )
 from tests.dist.ranks import RankPool
 from tests.model.tiny import tiny_config
-from train.parity import Case, build
+from train.proof.parity import Case, build
 
 pytestmark = pytest.mark.slow  # steps on many meshes
 

@@ -15,15 +15,16 @@ import launch.certify
 import launch.train
 from configs.compose import compose_config
 from configs.schema import validate
-from launch.certify import LEAN, LENT, RETURNED, STEPS, Certificate, certify, lends, lent_bytes, main, make_case
+from launch.certify import LENT, RETURNED, Certificate, certify, lent_bytes, main
 from launch.ranks import RankPool
-from launch.shrink import BALANCE_ABOVE, microbatches_per_rank, ranks_of, shrink
 from model.loss import IGNORE_INDEX
 from parallel.expert.planner import ExpertPlan, plan_home
 from parallel.mesh import ParallelConfig
 from parallel.sharding import TensorSlice
 from tests.launch.test_shrink import MODELS
-from train.parity import Case, Outcome, train_on_mesh
+from train.proof.case import LEAN, STEPS, lends, make_case
+from train.proof.parity import Case, Outcome, train_on_mesh
+from train.proof.shrink import BALANCE_ABOVE, microbatches_per_rank, ranks_of, shrink
 
 pytestmark = pytest.mark.slow  # certify runs
 
@@ -44,7 +45,7 @@ NO_TENSOR = ("kimi_k3_demo", "kimi_k2_small", "kimi_linear_small")
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, timeout=120, preload=("train.parity",)) as pool:
+    with RankPool(2, timeout=120, preload=("train.proof.parity",)) as pool:
         yield pool
 
 
@@ -116,7 +117,7 @@ def test_every_shipped_model_passes_on_every_axis(pool: RankPool, model: str, me
     ids=" ".join,
 )
 def test_k3_passes_on_eight_ranks(overrides: list[str]) -> None:
-    with RankPool(8, timeout=240, preload=("train.parity",)) as eight:
+    with RankPool(8, timeout=240, preload=("train.proof.parity",)) as eight:
         check_certified(eight, ["model=kimi_k3", *overrides])
 
 

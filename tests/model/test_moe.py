@@ -6,11 +6,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.config import MoEConfig
+from model.dispatch import LocalDispatcher
 from model.layers import Activation
 from model.moe import MoE
 from model.params import initialize
 from model.router import Routing
-from model.seams import ExpertWeights, LocalDispatcher
+from model.seams import ExpertWeights
 
 ACTIVATION = Activation("situ", beta=4.0, linear_beta=25.0)
 

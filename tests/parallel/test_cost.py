@@ -14,6 +14,7 @@ from model.config import ModelConfig, MoEConfig
 from model.kda import KDA
 from model.kernels.kda_plan import CHUNK
 from model.kimi import KimiModel
+from model.seams import Received
 from parallel.cost import KDA_CHUNK, forward_flops, training_flops
 from parallel.cost.activations import index_bytes, layer_bytes, output_bytes
 from parallel.cost.memory import rank_memory
@@ -91,9 +92,9 @@ def hidden_and_rows(model_: KimiModel, length: int) -> tuple[torch.Tensor, list[
     rows: list[int] = []
     ffn = model.moe.expert_ffn
 
-    def counting(rows_RL: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
-        rows.append(rows_RL.shape[0])
-        return ffn(rows_RL, *args, **options)
+    def counting(received: Received, *args: object, **options: object) -> torch.Tensor:
+        rows.append(received.rows_RL.shape[0])
+        return ffn(received, *args, **options)
 
     with patch.object(model.moe, "expert_ffn", counting):
         return model_.hidden(tokens(1, length)), rows

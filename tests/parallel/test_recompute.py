@@ -15,21 +15,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from configs.compose import compose_config
-from configs.schema import differences, flatten, validate
+from configs.schema import validate
 from launch.train import main
 from model.attn_residual import ResidualState
+from model.dispatch import LocalDispatcher
 from model.documents import Documents
 from model.generate import generate
 from model.kimi import Block, KimiModel
 from model.loss import chunked_cross_entropy
 from model.moe import MoE
 from model.router import select_experts
-from model.seams import LocalDispatcher
 from model.stats import ForwardStats
 from parallel import recompute
-from parallel.recompute import POLICIES, RecomputeConfig, apply_recompute
+from parallel.recompute import POLICIES, RecomputeConfig, install_recompute
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 from tests.model.tiny import FAMILIES, tiny_config, tiny_model, tokens
+from train.config import differences, flatten
 from train.step import update_router_biases
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ OFFSETS = torch.tensor([0, 7, 30, 48], dtype=torch.int32)
 
 def changed(model: KimiModel, config: RecomputeConfig) -> KimiModel:
     """``model`` with everything above a few numbers offloaded, where it offloads."""
-    apply_recompute(model, config, offload_bytes=64)
+    install_recompute(model, config, offload_bytes=64)
     return model
 
 
@@ -120,8 +121,9 @@ def test_nothing_is_chosen_planned_or_counted_twice(
         chosen, cutoff = select_experts(scores, bias, k=k)
         return (scores.shape[1] - 1 - chosen, cutoff) if calls["backward"] else (chosen, cutoff)
 
-    monkeypatch.setattr("model.router.select_experts", choose)
     layers = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoE)]
+    for layer in layers:
+        layer.router.select = choose
     plan = LocalDispatcher._plan
 
     def count(*args: object, experts: int) -> object:
@@ -199,7 +201,7 @@ LENGTH = 256
 def make_block(kind: str, config: RecomputeConfig, *, offload_bytes: int = 64) -> tuple[Block, ResidualState]:
     """A layer of the tiny K3 in fp64, KDA or MLA with experts, and what enters it: a prefix and two bank rows."""
     model = tiny_model()
-    apply_recompute(model, config, offload_bytes=offload_bytes)
+    install_recompute(model, config, offload_bytes=offload_bytes)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randn(1, LENGTH, 32, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
     return model.layers["KKKMM".index(kind) or 1], ResidualState(rows[0], tuple(rows[1:]))

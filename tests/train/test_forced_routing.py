@@ -17,7 +17,7 @@ from model.router import select_experts
 from model.stats import ForwardStats
 from parallel.expert.trace import RoutingTrace, save_trace
 from parallel.mesh import Axis
-from parallel.recompute import RecomputeConfig, apply_recompute
+from parallel.recompute import RecomputeConfig, install_recompute
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 from tests.model.tiny import tiny_config, tiny_model, tokens
 from train.forced_routing import (
@@ -120,8 +120,9 @@ def test_a_trace_is_replayed_by_layer_and_step_and_wraps() -> None:
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_a_model_is_forced_in_a_step_only_and_once_a_pass(policy: str) -> None:
     model = tiny_model()
-    apply_recompute(model, RecomputeConfig(policy=policy))
-    forced = ForcedRouting(model, Zipf(2.0), seed=1, axis=Axis())
+    install_recompute(model, RecomputeConfig(policy=policy))
+    forced = ForcedRouting(Zipf(2.0), seed=1, axis=Axis())
+    forced.install(model)
     ids = tokens(1, 32)
 
     def run() -> tuple[Tensor, Tensor]:
@@ -152,12 +153,12 @@ def test_a_model_is_forced_in_a_step_only_and_once_a_pass(policy: str) -> None:
 
 def test_quantile_balancing_still_gets_the_routers_cutoff() -> None:
     model = tiny_model()
-    forced = ForcedRouting(model, OneExpert(), seed=0, axis=Axis())
+    forced = ForcedRouting(OneExpert(), seed=0, axis=Axis())
+    forced.install(model)
     router = model.layers[1].ffn.router
     scores = torch.rand(6, 8)
     _, expected = select_experts(scores, router.bias, k=2)
     with forced.during(0):
-        assert router.select is not None
         chosen, cutoff = router.select(scores, router.bias, k=2)
     assert torch.equal(cutoff, expected)
     assert chosen.tolist() == [[0, 1]] * 6

@@ -7,8 +7,9 @@ from torch import Tensor
 from model.documents import Documents
 from model.kernels.grouped_linear import grouped_linear, grouped_weight_gradient
 from model.kimi import KimiModel
+from model.layers import Linear
 from model.loss import chunked_cross_entropy
-from model.seams import Linear
+from model.router import Router
 from parallel.pipeline.deferred import DeferredGradients
 from tests.model.tiny import FAMILIES, tiny_model, tokens
 
@@ -29,11 +30,10 @@ def test_gradients_are_those_of_autograd(family: str) -> None:
     assert torch.equal(backward(split), backward(plain))
     names = {id(param): name for name, param in split.named_parameters()}
     deferred = {names[id(weight)]: make() for weight, make in queue.take()}
-    # The head's product is part of the loss, and MLA's key/value up-projection part of the attention core.
-    products = {f"{name}.weight" for name, module in split.named_modules() if isinstance(module, Linear)}
+    # The head's product is part of the loss.
+    products = {f"{name}.weight" for name, module in split.named_modules() if isinstance(module, Linear | Router)}
     experts = {name for name, _ in split.named_parameters() if ".experts." in name}
-    inside = {name for name in products if name == "head.weight" or name.endswith("kv_up.weight")}
-    assert deferred.keys() == products - inside | experts
+    assert deferred.keys() == products - {"head.weight"} | experts
     for name, param in plain.named_parameters():
         other = split.get_parameter(name)
         assert (other.grad is None) == (name in deferred or param.grad is None), name

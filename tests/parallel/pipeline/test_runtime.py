@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from model.kimi import KimiModel
 from model.loss import chunked_cross_entropy
 from parallel.context.layout import TokenSlice, slice_tokens
 from parallel.data import DataParallel
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.boundary import BankRows
+from parallel.pipeline.deferred import deferral
 from parallel.pipeline.layout import PipelineLayout
 from parallel.pipeline.runtime import Pipeline
 from parallel.pipeline.schedule import Action
@@ -29,6 +31,13 @@ def batches(count: int) -> list[TokenSlice]:
     return [slice_tokens(x, x.roll(-1, 1), bounds, axis=Axis()) for x in ids]
 
 
+def make_pipeline(model: KimiModel, layout: PipelineLayout, schedule: str) -> Pipeline:
+    deferred = deferral(schedule)
+    if deferred is not None:
+        deferred.install(model)
+    return Pipeline(model, mesh=Mesh(), layout=layout, schedule=schedule, deferred=deferred)
+
+
 def gradients(family: str, layout: PipelineLayout | None, schedule: str, microbatches: int) -> dict[str, Tensor]:
     """Of a step; without a layout by autograd through the whole model."""
     model = tiny_model(family)
@@ -37,7 +46,7 @@ def gradients(family: str, layout: PipelineLayout | None, schedule: str, microba
             hidden = model.hidden(ids, documents=documents)
             (chunked_cross_entropy(hidden, model.head.weight, labels) / 7).backward()
         return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    pipeline = Pipeline(model, mesh=Mesh(), layout=layout, schedule=schedule)
+    pipeline = make_pipeline(model, layout, schedule)
     parts = parameter_stages(model, layout)
     dp = DataParallel(dict(model.named_parameters()), axis=Axis(), parts=parts, bucket_bytes=4096)
     pipeline.train(batches(microbatches), labels=7, stats=None, dp=dp)
@@ -90,7 +99,7 @@ class Recorder:
 def test_each_stage_is_told_when_its_gradients_are_final(schedule: str) -> None:
     """A block per stage and microbatch, the last of each stage marked, the last stage's before the first stage's."""
     layout, recorder = PipelineLayout((2, 2, 1), block=4), Recorder()
-    pipeline = Pipeline(tiny_model(), mesh=Mesh(), layout=layout, schedule=schedule)
+    pipeline = make_pipeline(tiny_model(), layout, schedule)
     pipeline.train(batches(4), labels=7, stats=None, dp=recorder)  # type: ignore[arg-type]
     assert sorted(part for part, _ in recorder.blocks) == sorted([0, 1, 2] * 4)
     for stage in range(3):

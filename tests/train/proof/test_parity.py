@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from configs.compose import compose_config
-from launch.certify import TOLERANCE, make_case
-from launch.shrink import shrink
+from launch.certify import TOLERANCE
 from parallel.mesh import Mesh
 from parallel.sharding import TensorSlice
-from train.parity import Case, Outcome, build, compare, join, merge, relative_error, train, train_alone
+from train.proof.case import make_case
+from train.proof.parity import Case, Outcome, build, compare, join, merge, relative_error, train, train_alone
+from train.proof.shrink import shrink
 
 EXPERTS = "layers.1.ffn.experts.up"
 

@@ -7,9 +7,13 @@ import pytest
 
 import configs
 from configs.compose import compose_config
-from configs.schema import RunConfig, validate
+from configs.schema import validate
 from data.loader import SourceConfig
-from launch.shrink import (
+from model.config import ModelConfig
+from parallel.mesh import ParallelConfig
+from parallel.pipeline.layout import make_layout
+from train.config import RunConfig
+from train.proof.shrink import (
     LENGTH,
     MAX_RANKS,
     changes,
@@ -20,9 +24,6 @@ from launch.shrink import (
     shrink_layout,
     shrink_parallel,
 )
-from model.config import ModelConfig
-from parallel.mesh import ParallelConfig
-from parallel.pipeline.layout import make_layout
 
 MODELS = sorted(path.stem for path in (Path(configs.__file__).parent / "model").glob("*.yaml"))
 MESHES = {

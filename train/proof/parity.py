@@ -25,20 +25,21 @@ from torch import Tensor
 from data.loader import Microbatch
 from model.config import ModelConfig
 from model.kimi import KimiModel
-from optim.distributed import STATE_KINDS, ShardedOptimizer
+from optim.distributed import STATE_KINDS
 from optim.groups import OptimConfig
-from parallel.data import DataParallel
 from parallel.mesh import Mesh, ParallelConfig, Traffic, make_mesh
-from parallel.pipeline.layout import make_layout
-from parallel.pipeline.runtime import Pipeline
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice, parameter_specs
-from train.build import build_model, build_optimizer, checkpoint_tensors
+from train.build import DTYPES, Rig, build_rig, checkpoint_tensors
+from train.config import RunConfig
+from train.phases import BatchConfig
+from train.settings import RunSettings, TrainSettings
 from train.step import Stepper, StepResult
 
 SEED = 0
 LEARNING_RATE = 0.01
 LOSS_CHUNK = 16
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 NOISE = 1e-6
 """A gradient is measured against itself, but at least against this share of the whole gradient: one that is zero but
@@ -100,46 +101,35 @@ class Outcome(Generic[Part]):
 
 
 @dataclass
-class Rig:
-    """The parts of a run that hold parameters; ``first`` as in `Outcome`."""
+class CaseRig(Rig):
+    """A case's parts that hold parameters; ``first`` as in `Outcome`."""
 
-    mesh: Mesh
-    model: KimiModel
-    pipeline: Pipeline
-    dp: DataParallel
-    optimizer: ShardedOptimizer
     first: dict[str, TensorSlice]
 
 
-def build(case: Case, mesh: Mesh, parallel: ParallelConfig | None = None) -> Rig:
+def build(case: Case, mesh: Mesh, parallel: ParallelConfig | None = None) -> CaseRig:
     """The case's model on this rank of the mesh, on the CPU.
 
     Args:
         parallel: what ``mesh`` was made of, for what it says besides; None: the defaults.
     """
-    parallel = ParallelConfig() if parallel is None else parallel
-    cpu = torch.device("cpu")
-    length = case.steps[0][0].input_ids.shape[1]
-    layout = make_layout(parallel, case.config, length=length)
-    model = build_model(
-        case.config,
-        seed=SEED,
-        dtype=case.dtype,
-        device=cpu,
-        mesh=mesh,
-        layout=layout,
-        experts=parallel.experts,
+    config = RunConfig(
+        run=RunSettings(seed=SEED),
+        model=case.config,
+        batch=BatchConfig(length=case.steps[0][0].input_ids.shape[1]),
+        optim=case.optim,
+        train=TrainSettings(precision=PRECISIONS[case.dtype], loss_chunk=LOSS_CHUNK),
+        parallel=ParallelConfig() if parallel is None else parallel,
         recompute=case.recompute,
     )
-    pipeline = Pipeline(model, mesh=mesh, layout=layout, schedule=parallel.schedule, loss_chunk=LOSS_CHUNK)
-    first = parameter_slices(model, mesh=mesh)
+    rig = build_rig(config, mesh=mesh, device=torch.device("cpu"))
+    first = parameter_slices(rig.model, mesh=mesh)
     with torch.no_grad():
-        for name, spec in parameter_specs(model, mesh=mesh).items():
-            model.get_parameter(name).copy_(spec.take(case.values[name], mesh))
-        for name, buffer in model.named_buffers():
+        for name, spec in parameter_specs(rig.model, mesh=mesh).items():
+            rig.model.get_parameter(name).copy_(spec.take(case.values[name], mesh))
+        for name, buffer in rig.model.named_buffers():
             buffer.copy_(case.values[name])
-    dp, optimizer = build_optimizer(model, case.optim, mesh=mesh, layout=layout, zero=parallel.zero)
-    return Rig(mesh, model, pipeline, dp, optimizer, first)
+    return CaseRig(**vars(rig), first=first)
 
 
 def parameter_slices(model: KimiModel, *, mesh: Mesh) -> dict[str, TensorSlice]:
@@ -148,21 +138,17 @@ def parameter_slices(model: KimiModel, *, mesh: Mesh) -> dict[str, TensorSlice]:
     return {name: specs[name].place(x.detach().clone(), mesh) for name, x in model.named_parameters()}
 
 
-def train(case: Case, rig: Rig) -> Outcome[TensorSlice]:
+def train(case: Case, rig: CaseRig) -> Outcome[TensorSlice]:
     """All steps of the case on this rank."""
     mesh = rig.mesh
     specs = parameter_specs(rig.model, mesh=mesh)
     before = parameter_slices(rig.model, mesh=mesh)
     gradients: list[dict[str, TensorSlice]] = []
-    update = rig.optimizer.step
 
-    def record(owned: Mapping[str, Tensor], *, lr: float, clip: float, max_logits: Tensor | None) -> None:
-        # Here every gradient is complete, and the optimizer has not overwritten it yet.
+    def record(owned: Mapping[str, Tensor]) -> None:
         gradients.append({name: specs[name].place(x.clone(), mesh) for name, x in owned.items()})
-        update(owned, lr=lr, clip=clip, max_logits=max_logits)
 
-    rig.optimizer.step = record  # type: ignore[method-assign,assignment]
-    stepper = Stepper(rig.pipeline, dp=rig.dp, optimizer=rig.optimizer)
+    stepper = Stepper(rig.pipeline, dp=rig.dp, optimizer=rig.optimizer, observe=record)
     results: list[StepResult] = []
     for step in case.steps:
         results.append(stepper.step(step[mesh.dp.rank :: mesh.dp.size], lr=LEARNING_RATE))

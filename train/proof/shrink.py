@@ -14,10 +14,10 @@ decides how long it runs becomes small.
 import math
 from dataclasses import replace
 
-from configs.schema import RunConfig, flatten
 from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from optim.groups import OptimConfig
 from parallel.mesh import ParallelConfig
+from train.config import RunConfig, flatten
 
 MAX_RANKS = 8
 
