@@ -24,10 +24,6 @@ class KDAConfig:
     """Least log decay per token; null is Kimi Linear's unbounded softplus gate."""
     full_rank_output_gate: bool = True
     """True: D -> H*V (K3). False: through rank ``head_dim`` (Kimi Linear)."""
-    padded_heads: int | None = None
-    """Length of A_log in Hugging Face files where it is padded with zeros (K3: 96 heads in 128)."""
-    a_log_dims: int = 1
-    """Dims of A_log in Hugging Face files: 1, or 4 for [1, 1, H, 1] (the released Kimi Linear)."""
 
 
 @dataclass
@@ -203,16 +199,6 @@ class ModelConfig:
         require(
             bound is None or bound < 0,
             f"model.kda.gate_lower_bound={bound}: a log decay must be negative, or null for the unbounded gate",
-        )
-        padded = self.kda.padded_heads
-        require(
-            padded is None or padded >= self.kda.heads,
-            f"model.kda.padded_heads={padded}: must be at least model.kda.heads={self.kda.heads}, or null",
-        )
-        dims = self.kda.a_log_dims
-        require(
-            dims == 1 or (dims == 4 and padded is None),
-            f"model.kda.a_log_dims={dims}: must be 1, or 4 without model.kda.padded_heads",
         )
         require(
             not self.mla.rotary or self.mla.rope_dim % 2 == 0,

@@ -21,6 +21,14 @@ from model.seams import ExpertWeights, Received
 SEGMENT_ALIGNMENT = 16
 
 
+class LocalPlan(NamedTuple):
+    """The token of each padded row, the padded row of each (token, choice), and where segments end (int32)."""
+
+    source_S: Tensor
+    slot_R: Tensor
+    ends_S: Tensor
+
+
 class LocalDispatch(NamedTuple):
     """Rows at hand, and where each (token, choice) stands among them: ``slot_TK`` int64."""
 
@@ -36,14 +44,12 @@ class LocalDispatcher:
 
     def dispatch(self, x_TL: Tensor, routing: Routing, weights: ExpertWeights) -> LocalDispatch:
         experts = weights.gate.shape[0]
-        plan = routing.decisions.once("plan", lambda: self._plan(routing.expert_TK, experts=experts))
-        source_S, slot_R, ends_S = plan
-        slot_TK = slot_R.view(routing.expert_TK.shape)
-        rows_RL = _Expand.apply(x_TL, source_S, slot_TK)
-        return LocalDispatch(Received(rows_RL, ends_S, weights), slot_TK)
+        plan = routing.decisions.once(LocalPlan, lambda: self._plan(routing.expert_TK, experts=experts))
+        slot_TK = plan.slot_R.view(routing.expert_TK.shape)
+        rows_RL = _Expand.apply(x_TL, plan.source_S, slot_TK)
+        return LocalDispatch(Received(rows_RL, plan.ends_S, weights), slot_TK)
 
-    def _plan(self, expert_TK: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The token of each padded row, the padded row of each (token, choice), and where segments end (int32)."""
+    def _plan(self, expert_TK: Tensor, *, experts: int) -> LocalPlan:
         expert_R = expert_TK.flatten()
         count_E = torch.bincount(expert_R, minlength=experts)
         padded_E = (count_E + SEGMENT_ALIGNMENT - 1) // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
@@ -56,7 +62,7 @@ class LocalDispatcher:
         # Padding slots read row ``tokens``, a row of zeros.
         source_S = torch.full((int(ends_E[-1]),), tokens, device=order_R.device)
         source_S[slot_R] = torch.arange(order_R.numel(), device=order_R.device) // choices
-        return source_S, slot_R, ends_E.to(torch.int32)
+        return LocalPlan(source_S, slot_R, ends_E.to(torch.int32))
 
     def receive(self, handle: LocalDispatch) -> tuple[Received]:
         return (handle.received,)

@@ -4,10 +4,12 @@ A batch is either [B, T] rows of one document each, or one row of T tokens that 
 (``cu_seqlens``). Attention, KDA's state and its convolutions all stop at these boundaries.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from model.kernels.kda_plan import Plans
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,12 @@ class Documents:
     cu_seqlens: int64 [N + 1] on the host, offsets into the T tokens of the one row; None: every row is one
         document.
     position_BT: int64 [B, T], each token's position inside its own document.
+    kda_plans: index plans that KDA makes of the boundaries, for all layers; `dataclasses.replace` begins without any.
     """
 
     cu_seqlens: Tensor | None
     position_BT: Tensor
+    kda_plans: Plans = field(init=False, default_factory=Plans, compare=False, repr=False)
 
     @classmethod
     def of(cls, batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device) -> "Documents":

@@ -325,8 +325,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def rows(config: ModelConfig) -> Iterator[Row]:
-    """The whole table for one model, in checkpoint order."""
+def rows(config: ModelConfig, *, a_log_shape: tuple[int, ...] | None = None) -> Iterator[Row]:
+    """The whole table for one model, in checkpoint order; ``a_log_shape`` as in `to_hf`."""
     dim = config.hidden_dim
     yield Row("model.embed_tokens.weight", "embed.weight")
     for index, mixer in enumerate(config.mixers):
@@ -337,7 +337,7 @@ def rows(config: ModelConfig) -> Iterator[Row]:
                 yield Row(f"{theirs}.{their_mix}_proj.weight", f"{ours}.{our_mix}.query", shape=(1, dim))
         yield Row(f"{theirs}.input_layernorm.weight", f"{ours}.mixer_norm.weight")
         yield Row(f"{theirs}.post_attention_layernorm.weight", f"{ours}.ffn_norm.weight")
-        mixer_rows = _kda_rows(config.kda) if mixer == "K" else _mla_rows(config.mla)
+        mixer_rows = _kda_rows(config.kda, a_log_shape) if mixer == "K" else _mla_rows(config.mla)
         yield from _prefixed(mixer_rows, f"{theirs}.self_attn", f"{ours}.mixer")
         if config.is_moe(index):
             yield from _prefixed(_moe_rows(config.moe), f"{theirs}.block_sparse_moe", f"{ours}.ffn")
@@ -356,7 +356,7 @@ def _prefixed(rows: Iterator[Row], theirs: str, ours: str) -> Iterator[Row]:
         yield Row(f"{theirs}.{row.theirs}", f"{ours}.{row.ours}", row.expert, row.shape, row.padded)
 
 
-def _kda_rows(kda: KDAConfig) -> Iterator[Row]:
+def _kda_rows(kda: KDAConfig, a_log_shape: tuple[int, ...] | None) -> Iterator[Row]:
     width = kda.heads * kda.head_dim
     for stream in "qkv":
         yield Row(f"{stream}_proj.weight", f"{stream}.weight")
@@ -364,9 +364,10 @@ def _kda_rows(kda: KDAConfig) -> Iterator[Row]:
     yield Row("b_proj.weight", "beta.weight")
     yield Row("f_a_proj.weight", "decay.down.weight")
     yield Row("f_b_proj.weight", "decay.up.weight")
-    yield Row(
-        "A_log", "decay.A_log", shape=(1, 1, kda.heads, 1) if kda.a_log_dims == 4 else None, padded=kda.padded_heads
-    )
+    if a_log_shape is None or len(a_log_shape) > 1:
+        yield Row("A_log", "decay.A_log", shape=a_log_shape)
+    else:
+        yield Row("A_log", "decay.A_log", padded=a_log_shape[0])
     yield Row("dt_bias", "decay.dt_bias")
     if kda.full_rank_output_gate:
         yield Row("g_proj.weight", "gate.up.weight")
@@ -424,14 +425,13 @@ def from_hf(config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, dtype: 
         ValueError: missing or unexpected tensors, wrong shapes, or A_log padded with anything but zeros.
     """
     ours = config_from_hf(config)
-    ours.kda.padded_heads, ours.kda.a_log_dims = _a_log_layout(ours, tensors)
     problems = ours.errors()
     if problems:
         raise ValueError("; ".join(problems))
     model = KimiModel(ours)
     set_precision(model, dtype)
     state = model.state_dict()
-    table = list(rows(ours))
+    table = list(rows(ours, a_log_shape=a_log_shape_of(config, tensors)))
     _check_names({row.theirs for row in table}, set(tensors))
     with torch.no_grad():
         for row in table:
@@ -440,11 +440,16 @@ def from_hf(config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, dtype: 
     return model
 
 
-def to_hf(model: KimiModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(config, tensors) of ``model`` in Hugging Face names, each tensor a copy in the model's own dtype."""
+def to_hf(model: KimiModel, *, a_log_shape: tuple[int, ...] | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(config, tensors) of ``model`` in Hugging Face names, each tensor a copy in the model's own dtype.
+
+    Args:
+        a_log_shape: in which the file keeps KDA's A_log (`a_log_shape_of` one that was read): (128,) for 96 heads
+            padded with zeros, as the released Kimi K3; (1, 1, 32, 1), as the released Kimi Linear; None: [heads].
+    """
     state = model.state_dict()
     tensors = {}
-    for row in rows(model.config):
+    for row in rows(model.config, a_log_shape=a_log_shape):
         source = state[row.ours] if row.expert is None else state[row.ours][row.expert]
         value = source.detach().clone() if row.shape is None else source.detach().clone().view(row.shape)
         if row.padded is not None:
@@ -453,13 +458,24 @@ def to_hf(model: KimiModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config_to_hf(model.config), tensors
 
 
-def _a_log_layout(config: ModelConfig, tensors: Mapping[str, Tensor]) -> tuple[int | None, int]:
-    """(length of A_log in the checkpoint where it is longer than the number of heads, its dims)."""
-    first = config.mixers.find("K")
-    a_log = tensors.get(f"model.layers.{first}.self_attn.A_log")
-    if a_log is None:
-        return None, 1
-    return a_log.numel() if a_log.numel() > config.kda.heads else None, a_log.dim()
+def a_log_shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[int, ...] | None:
+    """Shape in which a checkpoint keeps KDA's A_log; None where it is [heads], or where there is no KDA.
+
+    Arguments as for `from_hf`.
+
+    Raises:
+        ValueError: neither a vector of at least the heads nor [1, 1, heads, 1].
+    """
+    heads = config["linear_attn_config"]["num_heads"]
+    found = ((name, tuple(x.shape)) for name, x in tensors.items() if name.endswith(".self_attn.A_log"))
+    name, shape = next(found, ("", (heads,)))
+    if shape == (heads,):
+        return None
+    if shape == (1, 1, heads, 1) or (len(shape) == 1 and shape[0] > heads):
+        return shape
+    raise ValueError(
+        f"{name}: shape {list(shape)}, expected [{heads}] by the config, zeros after it, or [1, 1, {heads}, 1]"
+    )
 
 
 def _unpad(row: Row, tensor: Tensor, target: Tensor) -> Tensor:

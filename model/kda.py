@@ -8,6 +8,7 @@ Source: Kimi K3 technical report 2.1.1. Shapes: B batch, T tokens, D model, H he
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from model.layers import Linear, RMSNorm, ShortConv
 from model.params import ParamRole, declare
 from model.precision import compute_dtype
 from model.seams import ConvWeights, KDACache, KDACore
-from model.stats import LayerStats
 
 
 class DecayGate(nn.Module):
@@ -98,9 +98,7 @@ class KDA(nn.Module):
         self.out = Linear(width, dim, role=ParamRole(kind="matrix", heads=config.heads, by_columns=True))
         self.core: KDACore = LocalKDA()
 
-    def forward(
-        self, x_BTD: Tensor, *, documents: Documents, stats: LayerStats | None, cache: KDACache | None
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, *, documents: Documents, cache: KDACache | None) -> Tensor:
         streams = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         filters = ConvWeights(self.q_conv.weight, self.k_conv.weight, self.v_conv.weight)
         beta_BTH = torch.sigmoid(self.beta(x_BTD).to(compute_dtype(x_BTD.dtype)))
@@ -150,9 +148,10 @@ class LocalKDA:
             for x, weight, tail, normalize in zip(streams, filters, tails, NORMALIZED)
         )
         if cache is None:
-            return kda_chunk(q, k, v, g_BTHK, beta_BTH, cu_seqlens=documents.cu_seqlens, gate_bound=gate_bound)[0]
+            offsets, plans = documents.cu_seqlens, documents.kda_plans
+            return kda_chunk(q, k, v, g_BTHK, beta_BTH, cu_seqlens=offsets, gate_bound=gate_bound, plans=plans)[0]
         # For a single token the recurrence itself is the fast form.
-        kernel = kda_reference if q.shape[1] == 1 else kda_chunk
+        kernel = kda_reference if q.shape[1] == 1 else partial(kda_chunk, plans=documents.kda_plans)
         o, cache.state_BHKV = kernel(q, k, v, g_BTHK, beta_BTH, initial_state=cache.state_BHKV)
         keep = cache.tails[0].shape[1]
         q_tail, k_tail, v_tail = (torch.cat([t, x], dim=1)[:, x.shape[1] :] for t, x in zip(cache.tails, streams))

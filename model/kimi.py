@@ -3,8 +3,8 @@
     layer i:  h = mix(bank + [prefix]);  maybe close the block;  prefix += mixer(norm(h))
               h = mix(bank + [prefix]);  maybe close the block;  prefix += feed_forward(norm(h))
 
-`run_layers` runs any range of layers from an explicit `ResidualState`, so a pipeline stage is the same code
-as the whole model. Shapes: B batch, T tokens, D model, V vocabulary.
+`begin`, `run_layers` and `finish` take and give an explicit `ResidualState`, so a pipeline stage is the same code as
+the whole model. Shapes: B batch, T tokens, D model, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,10 @@ class Block(nn.Module):
         h_BTD = self.mixer_norm(read(self.mixer_mix, state))
         if self.closes[0]:
             state = state.close_block()
-        state = state.add(self.mixer(h_BTD, documents=documents, stats=stats, cache=cache))
+        if isinstance(self.mixer, KDA):
+            state = state.add(self.mixer(h_BTD, documents=documents, cache=cache))
+        else:
+            state = state.add(self.mixer(h_BTD, documents=documents, stats=stats, cache=cache))
         h_BTD = self.ffn_norm(read(self.ffn_mix, state))
         if self.closes[1]:
             state = state.close_block()
@@ -113,6 +116,10 @@ class KimiModel(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
+    def begin(self, input_ids: Tensor) -> ResidualState:
+        """The state before the first layer, of int64 ids [B, T]."""
+        return ResidualState(self.embed(input_ids))
+
     def run_layers(
         self,
         state: ResidualState,
@@ -132,6 +139,10 @@ class KimiModel(nn.Module):
                 cache=None if caches is None else caches[index],
             )
         return state
+
+    def finish(self, state: ResidualState) -> Tensor:
+        """Normalised last hidden states [B, T, D], of the state after the last layer."""
+        return self.norm(read(self.output_mix, state))
 
     def hidden(
         self,
@@ -157,9 +168,9 @@ class KimiModel(nn.Module):
         if documents is None:
             batch, length = input_ids.shape
             documents = Documents.of(batch, length, cu_seqlens, input_ids.device)
-        state = ResidualState(self.embed(input_ids))
+        state = self.begin(input_ids)
         state = self.run_layers(state, 0, len(self.layers), documents=documents, stats=stats, caches=caches)
-        return self.norm(read(self.output_mix, state))
+        return self.finish(state)
 
     def forward(
         self, input_ids: Tensor, cu_seqlens: Tensor | None = None, *, stats: ForwardStats | None = None

@@ -10,7 +10,7 @@ Shapes: T tokens, E experts, K chosen experts, D model, B histogram bins.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from model.config import MoEConfig
 from model.params import ParamRole, declare
 from model.products import DENSE, Product
-from model.stats import LayerStats, RowStats
+from model.stats import LayerStats
 
 T = TypeVar("T")
 
@@ -31,13 +31,24 @@ class Decisions:
     """
 
     def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
+        self._made: dict[type, object] = {}
 
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """The decision ``name``: what ``make`` returned when it was first asked for."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+    def once(self, kind: type[T], make: Callable[[], T]) -> T:
+        """The decision of type ``kind``: what ``make`` returned when it was first asked for.
+
+        Each kind of decision has a type of its own, in the file that decides: `Chosen` is the router's.
+        """
+        if kind not in self._made:
+            self._made[kind] = make()
+        made = self._made[kind]
+        assert isinstance(made, kind), f"{kind.__name__} expected, {type(made).__name__} was decided"
+        return made
+
+
+class Chosen(NamedTuple):
+    """The experts that a router chose: int64 [T, K]."""
+
+    expert_TK: Tensor
 
 
 @dataclass(frozen=True)
@@ -45,13 +56,13 @@ class Routing:
     """Chosen experts of each token: ``expert_TK`` int64, and their weights ``weight_TK`` (fp32).
 
     decisions: where a dispatcher keeps what it derives from ``expert_TK`` alone.
-    rows: where it counts what it decides; None in passes that do not count.
+    record: where it counts what it moves (`ForwardStats.dispatch`); None in passes that do not count.
     """
 
     expert_TK: Tensor
     weight_TK: Tensor
     decisions: Decisions = field(default_factory=Decisions)
-    rows: RowStats | None = None
+    record: object | None = None
 
 
 Selection = Callable[..., tuple[Tensor, Tensor]]
@@ -79,11 +90,11 @@ class Router(nn.Module):
         decisions = Decisions() if decisions is None else decisions
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         scores_TE = torch.sigmoid(self.product(x_TD.to(dtype), self.weight.to(dtype)))
-        expert_TK = decisions.once("experts", lambda: self._choose(scores_TE.detach(), stats))
+        expert_TK = decisions.once(Chosen, lambda: Chosen(self._choose(scores_TE.detach(), stats))).expert_TK
         weight_TK = scores_TE.gather(1, expert_TK)
         if self.renormalize:
             weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + 1e-20)
-        return Routing(expert_TK, weight_TK * self.scaling, decisions, None if stats is None else stats.rows)
+        return Routing(expert_TK, weight_TK * self.scaling, decisions, None if stats is None else stats.dispatch)
 
     def _choose(self, scores_TE: Tensor, stats: LayerStats | None) -> Tensor:
         """The chosen experts, counted: what is chosen once is counted once."""

@@ -5,35 +5,13 @@ recomputed forward or an evaluation passes none and counts nothing. The tensors 
 all layers, so a step reduces them with one sum and one maximum, whatever was routed.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-
-
-@dataclass
-class RowStats:
-    """How the rows of one expert layer were shared among ranks, summed over passes; host integers.
-
-    A dispatcher over several ranks adds to it; all but ``computed`` are equal on its ranks.
-
-    rows: of all ranks together.
-    home: of the busiest rank if every expert were computed at its home, pass by pass.
-    busiest: of the busiest rank, as planned.
-    computed: what this rank computed.
-    borrowed: copies of experts that were lent.
-    lent_bytes: of their weights, of each this rank's slice.
-    """
-
-    rows: int = 0
-    home: int = 0
-    busiest: int = 0
-    computed: int = 0
-    borrowed: int = 0
-    lent_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,14 +22,14 @@ class LayerStats:
     load_E: int64 [E] tokens routed to each expert.
     max_logit_H: fp32 [H] largest scaled attention logit of each head.
     valid_BT: bool [B, T], tokens that count; None: all.
-    rows: an expert layer's `RowStats`.
+    dispatch: an expert layer's record for its dispatcher, see `ForwardStats`.
     """
 
     histogram_EB: Tensor | None
     load_E: Tensor | None
     max_logit_H: Tensor | None
     valid_BT: Tensor | None
-    rows: RowStats | None = None
+    dispatch: object | None = None
 
 
 class ForwardStats:
@@ -62,6 +40,8 @@ class ForwardStats:
         device: where the model runs.
         max_logits: track attention logits (an extra pass over queries and keys; QK-Clip needs it).
         layers: indices of the layers that will run; None: all.
+        dispatch: makes the record of one expert layer in which its dispatcher counts what it moves; the model hands
+            the record on and never reads it. None: no records.
     """
 
     def __init__(
@@ -71,6 +51,7 @@ class ForwardStats:
         device: torch.device,
         max_logits: bool,
         layers: Collection[int] | None = None,
+        dispatch: Callable[[], object] | None = None,
     ) -> None:
         held = range(config.num_layers) if layers is None else layers
         moe = [layer for layer in config.moe_layers if layer in held]
@@ -81,17 +62,17 @@ class ForwardStats:
         # A count is at most the tokens of one step, so 32 bits hold it; at K3's size that halves 0.7 GB.
         self.histogram = torch.zeros(len(moe), config.moe.experts, bins, dtype=torch.int32, device=device)
         self.load = torch.zeros(len(moe), config.moe.experts, dtype=torch.int64, device=device)
-        self.rows = tuple(RowStats() for _ in moe)
+        self.dispatch = tuple(None if dispatch is None else dispatch() for _ in moe)
         heads = config.mla.heads if max_logits else 0
         self.max_logit = torch.full((len(mla), heads), -torch.inf, dtype=torch.float32, device=device)
 
     def layer(self, index: int) -> LayerStats:
         """The rows of layer ``index`` (counted from 0)."""
-        histogram = load = max_logit = rows = None
+        histogram = load = max_logit = record = None
         if index in self.moe_layers:
             row = self.moe_layers.index(index)
-            load, rows = self.load[row], self.rows[row]
+            load, record = self.load[row], self.dispatch[row]
             histogram = self.histogram[row] if self.histogram.shape[-1] else None
         if index in self.mla_layers and self.max_logit.shape[-1]:
             max_logit = self.max_logit[self.mla_layers.index(index)]
-        return LayerStats(histogram, load, max_logit, self.valid_BT, rows)
+        return LayerStats(histogram, load, max_logit, self.valid_BT, record)

@@ -1,4 +1,4 @@
-"""Collectives that autograd knows, each with its adjoint as backward. All are named and counted.
+"""Everything that ranks send each other in a run, named and counted; first what autograd knows, with its adjoint.
 
     forward          backward          where
     all_gather       reduce_scatter    sequence shards before a column-parallel product
@@ -10,8 +10,9 @@ An axis of size 1 makes every one of them the identity, without a call. Sums run
 ranks would round at every hop. Every rank of the axis must make the same calls in the same order.
 """
 
+import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel.mesh import Axis
+
+T = TypeVar("T")
 
 
 def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
@@ -88,6 +91,58 @@ def combine_in_place(x: Tensor, axis: Axis, *, op: dist.ReduceOp.RedOpType = dis
     if axis.size > 1 and x.numel():
         dist.all_reduce(x, op=op, group=axis.group)
         axis.traffic.record(f"{axis.name} all_reduce", 2 * _bytes(x) * (axis.size - 1) // axis.size)
+
+
+def broadcast_in_place(x: Tensor, axis: Axis, *, source: int) -> None:
+    """``x`` of the rank ``source`` of the axis into ``x`` on all of its ranks."""
+    if axis.size > 1:
+        broadcast_start(x, axis, source=source).wait()
+
+
+def gather_objects(value: T, axis: Axis) -> list[T]:
+    """Every rank's ``value``, in rank order. It is pickled, and waited for on the host: for what is small and rare."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    axis.traffic.record(f"{axis.name} all_gather_object", len(pickle.dumps(value)) * (axis.size - 1))
+    return values
+
+
+def reduce_start(x: Tensor, axis: Axis, *, owner: int) -> dist.Work:
+    """The sum over ranks into ``x`` of the rank ``owner``, under way; ``x`` of the others is undefined until `wait`.
+
+    Counted as a sum that collects on its way to the owner: every rank but the owner sends all of it, once.
+    """
+    work = dist.reduce(x, group_dst=owner, group=axis.group, async_op=True)
+    axis.traffic.record(f"{axis.name} reduce", 0 if owner == axis.rank else _bytes(x))
+    return work
+
+
+def broadcast_start(x: Tensor, axis: Axis, *, source: int) -> dist.Work:
+    """`broadcast_in_place`, under way; the axis has several ranks.
+
+    Counted as what is passed on around a ring: every rank but the one before the source sends all of it, once.
+    """
+    work = dist.broadcast(x, group_src=source, group=axis.group, async_op=True)
+    ends_here = (axis.rank + 1) % axis.size == source
+    axis.traffic.record(f"{axis.name} broadcast", 0 if ends_here else _bytes(x))
+    return work
+
+
+def send_start(x: Tensor, axis: Axis, *, target: int, name: str) -> dist.Work:
+    """``x`` to one rank of the axis, under way; counted as ``name``. ``x`` must live until it has been waited for."""
+    work = dist.isend(x, group=axis.group, group_dst=target)
+    assert work is not None, "this rank is not in the group"
+    axis.traffic.record(name, _bytes(x))
+    return work
+
+
+def receive_start(x: Tensor, axis: Axis, *, source: int) -> dist.Work:
+    """What the rank ``source`` of the axis sends, into ``x``, under way; the sender counts it."""
+    work = dist.irecv(x, group=axis.group, group_src=source)
+    assert work is not None, "this rank is not in the group"
+    return work
 
 
 class Pending(NamedTuple):

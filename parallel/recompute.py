@@ -5,21 +5,22 @@
     selective    the results of products, collectives and kernels      what lies between them, see `REPEATED`
     full         its input                                             the layer
 
-A call that is repeated is a `_Replay`: what it saves inside is dropped and only its inputs are kept; the first reader
-in backward runs it once more and all of it is there. With ``selective`` the result of a call is not kept either,
-whoever saves it (a norm's by every product that reads it): it is kept as the call that makes it.
+A `_Replay` is a call that is repeated. In forward it keeps its inputs and drops what autograd would save. The first
+use in backward runs the call again and restores everything. With ``selective`` the call's output is dropped too:
+operations that would save the output save a reference to the replay.
 
     none         sources  mix(sources)  h = norm(mix)  gate  up  act(gate, up)      h: read by q, k, v, ...
     selective    sources                               gate  up
 
-Nothing of a replay belongs to a module: it hangs on the graph of its own pass, so several microbatches may be under
-way, and it goes when the graph goes. Decided is only once: the first pass hands its `model.router.Decisions` to the
-repetition (experts, the dispatcher's plan with its exchange of counts), which is given no statistics to count. The
-routing weights are computed again. A repeated layer makes the same collectives as the first pass, in the same order.
+A replay belongs to the graph of its own pass and to no module, so several microbatches may be under way, and the replay
+goes when the graph goes. Only the first pass decides: it hands its `model.router.Decisions` (experts, the dispatcher's
+plan with its exchange of counts) to the repetition, which gets no statistics to count in. The repetition computes the
+routing weights again, and makes the same collectives as the first pass, in the same order.
 
-**Offload** moves what is still kept to the host, each storage once: not parameters (products save them too), not the
-bank's rows (all layers share them, so they cost nothing here and would travel for each), nothing small. On CUDA the
-host memory is pinned and copies are enqueued on the stream that computes; without CUDA it is a copy that saves nothing.
+**Offload** moves what is still kept to the host, each storage once. Parameters (products save them too), the bank's
+rows (all layers share them, so they cost nothing here and would travel for each layer) and small tensors stay. On CUDA
+the host memory is pinned and copies are enqueued on the stream that computes; without CUDA offload is a copy that saves
+nothing.
 
 Gradients are those of ``none``, bit for bit: the same operations on the same numbers.
 """
@@ -104,12 +105,12 @@ def install_recompute(model: KimiModel, config: RecomputeConfig, *, offload_byte
 
 
 class _Layer:
-    """Wraps a block's ``run``: opens the ledger of each pass."""
+    """Wraps a block's ``run``: opens a keeper for each pass."""
 
     def __init__(self, run: Callable[..., ResidualState], *, policy: str, offload_bytes: int | None) -> None:
         self.run = run
         self.policy, self.offload_bytes = policy, offload_bytes
-        self.ledger: _Ledger | None = None
+        self.keeper: _Keeper | None = None
 
     def __call__(
         self,
@@ -123,19 +124,19 @@ class _Layer:
     ) -> ResidualState:
         if cache is not None or not torch.is_grad_enabled():
             return self.run(block, state, documents=documents, stats=stats, cache=cache, decisions=decisions)
-        ledger = _Ledger(offload_bytes=self.offload_bytes, stay=[*block.parameters(), *state.bank])
+        keeper = _Keeper(offload_bytes=self.offload_bytes, stay=[*block.parameters(), *state.bank])
         if self.policy == "full":
             decisions = Decisions() if decisions is None else decisions
             again = partial(self.run, block, documents=documents, decisions=decisions)
-            return _Replay(again, (state,), ledger).first(partial(again, stats=stats), (state,))
-        assert self.ledger is None, "a layer inside itself"
-        self.ledger = ledger
+            return _Replay(again, (state,), keeper).first(partial(again, stats=stats), (state,))
+        assert self.keeper is None, "a layer inside itself"
+        self.keeper = keeper
         try:
-            with saved_tensors_hooks(ledger.keep, _read):
+            with saved_tensors_hooks(keeper.keep, _read):
                 return self.run(block, state, documents=documents, stats=stats, decisions=decisions)
         finally:
-            self.ledger = None
-            ledger.close()
+            self.keeper = None
+            keeper.close()
 
 
 class _Part:
@@ -145,17 +146,17 @@ class _Part:
         self.function, self.layer = function, layer
 
     def __call__(self, *args: Any) -> Tensor:
-        ledger = self.layer.ledger
-        if ledger is None:
+        keeper = self.layer.keeper
+        if keeper is None:
             return self.function(*args)
-        replay = _Replay(self.function, args, ledger)
+        replay = _Replay(self.function, args, keeper)
         out = replay.first(self.function, args)
         if out.numel() and out.storage_offset() == 0 and out.untyped_storage().nbytes() == out.nbytes:
-            ledger.share(out, replay)
+            keeper.share(out, replay)
         return out
 
 
-class _Ledger:
+class _Keeper:
     """How one pass through one layer keeps its tensors; closed when the pass has left the layer.
 
     Args:
@@ -166,7 +167,7 @@ class _Ledger:
     def __init__(self, *, offload_bytes: int | None, stay: list[Tensor]) -> None:
         self.offload_bytes = offload_bytes
         self.stay = set() if offload_bytes is None else {x.untyped_storage().data_ptr() for x in stay}
-        # The tensor beside what is shared keeps its address from being used again while the ledger is open.
+        # The tensor beside what is shared keeps its address from being used again while the keeper is open.
         self.shared: dict[tuple[int, torch.dtype], tuple[Tensor, int, _Shared]] = {}
 
     def share(self, x: Tensor, shared: "_Shared") -> None:
@@ -185,7 +186,7 @@ class _Ledger:
         return shared.reader(x)
 
     def close(self) -> None:
-        """Let go of the tensors: autograd holds on to its hooks, and so to the ledger, as long as to the graph."""
+        """Let go of the tensors: autograd holds on to its hooks, and so to the keeper, as long as to the graph."""
         self.shared.clear()
 
     def _leaves(self, x: Tensor) -> bool:
@@ -251,13 +252,13 @@ class _Replay(_Shared):
     Args:
         again: makes the call from its arguments, exactly as the first time.
         args: tensors, also inside tuples, and anything else.
-        ledger: keeps the tensors among them.
+        keeper: keeps the tensors among them.
     """
 
-    def __init__(self, again: Callable[..., Any], args: tuple[Any, ...], ledger: _Ledger) -> None:
+    def __init__(self, again: Callable[..., Any], args: tuple[Any, ...], keeper: _Keeper) -> None:
         super().__init__()
         self.again = again
-        self.args = _map(args, Tensor, lambda x: _Input(ledger.keep(x), x.requires_grad))
+        self.args = _map(args, Tensor, lambda x: _Input(keeper.keep(x), x.requires_grad))
         self.saved = 0
         self.inside: dict[int, Tensor] = {}
 

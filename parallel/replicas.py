@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.kimi import KimiModel
-from parallel.collectives import combine_in_place
+from parallel.collectives import combine_in_place, gather_objects
 from parallel.grads import EMBEDDING
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.stage import tied_to
@@ -79,9 +79,7 @@ def replica_faults(model: KimiModel, *, mesh: Mesh) -> list[str]:
         return []
     marked = zip(copies, hashes.tolist(), differs.tolist())
     found = [((copy.name, copy.start), value) for copy, value, bad in marked if bad]
-    gathered: list[list[tuple[tuple[str, tuple[int, ...]], int]]] = [[] for _ in range(mesh.world.size)]
-    dist.all_gather_object(gathered, found, group=mesh.world.group)
-    return _describe(gathered)
+    return _describe(gather_objects(found, mesh.world))
 
 
 def hash_tensors(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallel.data import GRADIENT_BYTES
+from parallel.buckets import GRADIENT_BYTES
 
 Shape = tuple[int, int, int]
 

@@ -13,8 +13,8 @@ A parameter that is whole (a norm, a router, a low rank's down-projection) has o
 tokens or heads: a part, whose sum over `stage` is the gradient. A parameter that is cut has the whole gradient of its
 slice, summed over `dense`. Both sums are those that data parallelism makes; `parallel.shard_table` says which is whose.
 
-Decoding feeds one token, which cannot be cut: inside `whole_sequence` every rank holds all tokens everywhere, a region
-is entered for nothing and left by an all-reduce.
+Decoding feeds one token, which cannot be cut: inside `whole_sequence` every rank holds all tokens everywhere.
+Entering a region needs no communication; leaving it is an all-reduce.
 
 Shapes: B batch, T tokens, D model, L latent, K choices, H heads, M tokens (flat), V vocabulary (of a rank).
 """
@@ -26,17 +26,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
 from model.kda import KDA
 from model.kimi import KimiModel
 from model.layers import Embedding, GatedFFN, Linear, look_up
-from model.loss import IGNORE_INDEX, chunked_cross_entropy
+from model.loss import chunked_cross_entropy
 from model.mla import MLA
 from model.moe import MoE
 from model.params import declare, named_roles
-from model.precision import compute_dtype
 from model.products import DENSE, Product
 from model.router import Routing
 from model.seams import ExpertWeights, Received, TokenDispatcher
@@ -142,7 +140,7 @@ def _cut_mixer(mixer: KDA | MLA, region: Region) -> None:
     mixer.heads = heads
 
     def enter(mixer: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[tuple[Tensor], dict[str, Any]]:
-        stats = kwargs["stats"]
+        stats = kwargs.get("stats")
         if stats is not None and stats.max_logit_H is not None:
             own_H = stats.max_logit_H.narrow(0, region.axis.rank * heads, heads)
             kwargs = kwargs | {"stats": replace(stats, max_logit_H=own_H)}
@@ -189,6 +187,12 @@ def _rows_held(ids: Tensor, *, first: int, rows: int) -> tuple[Tensor, Tensor]:
     return row.clamp(0, rows - 1), held
 
 
+class _ChosenByAll(NamedTuple):
+    """The experts of the tokens of all tp ranks: int64 [T, K]."""
+
+    expert_TK: Tensor
+
+
 class _Entered(NamedTuple):
     """What `RegionDispatcher` remembers: the routing of all tokens, and the inner dispatcher's handle."""
 
@@ -208,8 +212,9 @@ class RegionDispatcher:
 
     def dispatch(self, x_TL: Tensor, routing: Routing, weights: ExpertWeights) -> _Entered:
         decisions = routing.decisions
-        expert_TK = decisions.once("experts of all tp ranks", lambda: self.region.enter(routing.expert_TK, dim=0))
-        entered = Routing(expert_TK, self.region.enter(routing.weight_TK, dim=0), decisions, routing.rows)
+        chosen = decisions.once(_ChosenByAll, lambda: _ChosenByAll(self.region.enter(routing.expert_TK, dim=0)))
+        weight_TK = self.region.enter(routing.weight_TK, dim=0)
+        entered = Routing(chosen.expert_TK, weight_TK, decisions, routing.record)
         return _Entered(entered, self.inner.dispatch(self.region.enter(x_TL, dim=0), entered, weights))
 
     def receive(self, handle: _Entered) -> tuple[Received, ...]:
@@ -242,66 +247,25 @@ def head_loss(
     """
     if axis.size == 1:
         return chunked_cross_entropy(hidden, head_weight, labels, product=product, chunk=chunk)
-    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-    hidden_MD = all_gather(hidden, axis, dim=1).flatten(0, 1)
-    return _VocabCrossEntropy.apply(hidden_MD, head_weight, labels.flatten(), axis, product, chunk, with_gradient)
+    vocabulary = CutVocabulary(axis, rows=head_weight.shape[0])
+    hidden = all_gather(hidden, axis, dim=1)
+    return chunked_cross_entropy(hidden, head_weight, labels, product=product, chunk=chunk, vocabulary=vocabulary)
 
 
-class _VocabCrossEntropy(torch.autograd.Function):
-    """As `model.loss` does it, with one gather of two numbers a token and rank: log-normaliser and target logit.
+class CutVocabulary:
+    """`model.loss.Vocabulary` of a head whose rows are cut over ``axis``, ``rows`` for each rank.
 
-    Every rank then adds up the same numbers in the same order, so all have the same loss to the bit.
+    One gather brings two numbers a token and rank: log-normaliser and target logit. Every rank then adds up the same
+    numbers in the same order, so all have the same loss to the bit.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        labels_M: Tensor,
-        axis: Axis,
-        product: Product,
-        chunk: int,
-        with_gradient: bool,
-    ) -> Tensor:
-        dtype = compute_dtype(hidden_MD.dtype)
-        total = torch.zeros((), dtype=dtype, device=hidden_MD.device)
-        grad_hidden = torch.empty_like(hidden_MD) if with_gradient else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=dtype) if with_gradient else None
-        rows = weight_VD.shape[0]
-        for start in range(0, hidden_MD.shape[0], chunk):
-            hidden, labels = hidden_MD[start : start + chunk], labels_M[start : start + chunk]
-            logits = product.value(hidden, weight_VD).to(dtype)
-            index, held = _rows_held(labels.unsqueeze(1), first=axis.rank * rows, rows=rows)
-            target = logits.gather(1, index).masked_fill(~held, 0.0)
-            own = torch.cat([logits.logsumexp(dim=1, keepdim=True), target], dim=1)
-            normalizers, targets = gather_plain(own.unsqueeze(0), axis, dim=0).unbind(dim=2)
-            log_normalizer = normalizers.logsumexp(dim=0)
-            valid = labels != IGNORE_INDEX
-            # where, not a product: an unlabelled token may hold anything, NaN too.
-            total += torch.where(valid, log_normalizer - targets.sum(dim=0), 0.0).sum()
-            if grad_hidden is None or grad_weight is None:
-                continue
-            grad_logits = logits.sub_(log_normalizer.unsqueeze(1)).exp_()
-            grad_logits.scatter_add_(1, index, -held.to(dtype))
-            grad_logits.masked_fill_(~valid.unsqueeze(1), 0.0)
-            narrow = grad_logits.to(hidden.dtype)
-            grad_hidden[start : start + chunk] = product.input_gradient(narrow, weight_VD)
-            grad_weight += product.weight_gradient(narrow, hidden)
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight_VD.dtype
-        return total
+    def __init__(self, axis: Axis, *, rows: int) -> None:
+        self.axis, self.rows = axis, rows
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            (grad_hidden * grad).to(grad_hidden.dtype),
-            (grad_weight * grad).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+    def locate(self, labels_M1: Tensor) -> tuple[Tensor, Tensor]:
+        return _rows_held(labels_M1, first=self.axis.rank * self.rows, rows=self.rows)
+
+    def join(self, log_normalizer_M: Tensor, target_M: Tensor) -> tuple[Tensor, Tensor]:
+        own_M2 = torch.stack([log_normalizer_M, target_M], dim=1)
+        log_normalizers, targets = gather_plain(own_M2.unsqueeze(0), self.axis, dim=0).unbind(dim=2)
+        return log_normalizers.logsumexp(dim=0), targets.sum(dim=0)

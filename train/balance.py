@@ -18,10 +18,11 @@ from dataclasses import astuple, fields
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from model.stats import ForwardStats, RowStats
+from model.stats import ForwardStats
+from parallel.collectives import gather_plain
+from parallel.expert.stats import RowStats
 from parallel.mesh import Mesh
 
 COLUMNS = tuple(field.name for field in fields(RowStats))
@@ -39,7 +40,8 @@ class Sizes(NamedTuple):
 def row_table(stats: ForwardStats, moe_layers: tuple[int, ...]) -> Tensor:
     """What this rank counted, int64 [MoE layers, fields of `RowStats`]; zeros in layers of other stages."""
     table = torch.zeros(len(moe_layers), len(COLUMNS), dtype=torch.int64)
-    for layer, rows in zip(stats.moe_layers, stats.rows, strict=True):
+    for layer, rows in zip(stats.moe_layers, stats.dispatch, strict=True):
+        assert isinstance(rows, RowStats)
         table[moe_layers.index(layer)] = torch.tensor(astuple(rows))
     return table
 
@@ -53,14 +55,11 @@ def expert_balance(
         rows: this rank's `row_table`.
         load: int64 [MoE layers, E], rows that all ranks' routers chose.
     """
-    tables = [rows]
-    if mesh.ep.size > 1:
-        tables = [torch.empty_like(rows) for _ in range(mesh.world.size)]
-        dist.all_gather(tables, rows, group=mesh.world.group)
     sizes = Sizes(mesh.pp.size, mesh.expert_dp.size, mesh.ep.size, mesh.tp.size)
     columns = {"entropy": entropy(load).tolist()}
     if mesh.ep.size > 1:
-        columns |= {name: value.tolist() for name, value in share_of_ranks(torch.stack(tables), load, sizes).items()}
+        tables = gather_plain(rows.unsqueeze(0), mesh.world, dim=0)
+        columns |= {name: value.tolist() for name, value in share_of_ranks(tables, load, sizes).items()}
     return {
         str(layer): dict(zip(columns, numbers))
         for layer, numbers in zip(moe_layers, zip(*columns.values(), strict=True), strict=True)
@@ -74,7 +73,7 @@ def share_of_ranks(tables: Tensor, load: Tensor, sizes: Sizes) -> dict[str, Tens
     found = dict(zip(COLUMNS, by_rank.unbind(dim=-1)))
     # All tp ranks of an ep rank compute the same rows, each with its slice of the weights.
     one = {name: value[:, 0, 0] for name, value in found.items()}
-    mean = one["rows"].double() / sizes.ep
+    mean = one["chosen"].double() / sizes.ep
     return {
         "before": (one["home"] / mean).amax(dim=0),
         "after": (one["busiest"] / mean).amax(dim=0),

@@ -36,7 +36,7 @@ from train.precision import DTYPES, describe_precision
 from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.step import Stepper
-from train.throughput import Throughput, matmul_rate, sum_over_ranks
+from train.throughput import Throughput, matmul_rate, total_rate
 
 
 @dataclass
@@ -279,7 +279,7 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
     progress.data, progress.shares = data_identity(loader), data_shares(loader)
     dtype = DTYPES[config.train.precision]
     multiply = in_fp32(torch.matmul) if wants_fp32_products(dtype, device) else torch.matmul
-    peak = sum_over_ranks(matmul_rate(device, dtype, multiply=multiply), group=world.group)
+    peak = total_rate(matmul_rate(device, dtype, multiply=multiply), axis=world)
     with explained(folder):
         trackers = make_trackers(
             config.trackers,

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 
 from data.loader import Microbatch
+from parallel.collectives import gather_objects
 from parallel.replicas import replica_faults
 from train.balance import expert_balance
 from train.build import Run, checkpoint_tensors
@@ -99,8 +99,7 @@ def steps(run: Run) -> Iterator[StepMetrics]:
                 validation_loss=validation,
                 sample=sample,
             ),
-            group=run.mesh.world.group,
-            ranks=run.mesh.world.size,
+            axis=run.mesh.world,
         )
 
 
@@ -120,11 +119,7 @@ def due(every: int, step: int) -> bool:
 def gather_sample_ids(run: Run, microbatches: Sequence[Microbatch]) -> list[int]:
     """(source, cursor, length) of every sample of the step, of all ranks in order, flat. All ranks call it."""
     own = [int(value) for microbatch in microbatches for value in microbatch.sample_ids.flatten()]
-    if run.mesh.dp.group is None:
-        return own
-    gathered: list[list[int]] = [[] for _ in range(run.mesh.dp.size)]
-    dist.all_gather_object(gathered, own, group=run.mesh.dp.group)
-    return [value for part in gathered for value in part]
+    return [value for part in gather_objects(own, run.mesh.dp) for value in part]
 
 
 def expert_load(run: Run, result: StepResult) -> dict[str, list[int]]:

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
+
+from parallel.collectives import gather_plain
+from parallel.mesh import Axis
 
 METRICS_FILE = "metrics.jsonl"
 RUN_ID_FILE = "run_id"
@@ -105,28 +106,24 @@ class StepMetrics:
         return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
-def reduce_over_ranks(metrics: StepMetrics, *, group: ProcessGroup | None, ranks: int) -> StepMetrics:
-    """One value of every number from those of ``ranks`` ranks, by the declared rules; the same on all.
+def reduce_over_ranks(metrics: StepMetrics, *, axis: Axis) -> StepMetrics:
+    """One value of every number from those of the ranks of ``axis``, by the declared rules; the same on all.
 
     One collective whose size depends on the declaration alone, so that ranks that measured different
     things cannot hang. Fields that are not one number (text, lists) stay this rank's own.
 
     Args:
         metrics: this rank's values, in fp64 on the way: integers are exact up to 2^53.
-        group: the ranks; None only if ``ranks`` is 1.
-        ranks: size of ``group``.
     """
-    if ranks == 1:
+    if axis.size == 1:
         return metrics
-    assert group is not None, "several ranks need their process group"
     own = metrics.numbers()
     names = [item.name for item in dataclasses.fields(StepMetrics)]
     local = torch.tensor([[own.get(n, 0.0) for n in names], [float(n in own) for n in names]], dtype=torch.float64)
-    gathered = [torch.empty_like(local) for _ in range(ranks)]
-    dist.all_gather(gathered, local, group=group)
+    gathered = gather_plain(local.unsqueeze(0), axis, dim=0)
     changes: dict[str, Any] = {}
     for column, item in enumerate(dataclasses.fields(StepMetrics)):
-        has = [rank for rank in range(ranks) if gathered[rank][1, column] > 0]
+        has = [rank for rank in range(axis.size) if gathered[rank][1, column] > 0]
         if has:
             values = torch.stack([gathered[rank][0, column] for rank in has])
             number = _REDUCTIONS[item.metadata["reduce"]](values).item()

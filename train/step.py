@@ -22,6 +22,7 @@ from optim.distributed import ShardedOptimizer
 from parallel.collectives import combine_in_place
 from parallel.context.layout import TokenSlice, slice_tokens
 from parallel.data import DataParallel
+from parallel.expert.stats import RowStats
 from parallel.grads import finalize
 from parallel.mesh import Axis
 from parallel.pipeline.runtime import Pipeline
@@ -84,7 +85,9 @@ class Stepper:
         """
         config = self.model.config
         tracks_logits = self.optimizer.config.qk_clip > 0 and bool(config.mla_layers)
-        stats = ForwardStats(config, device=self.device, max_logits=tracks_logits, layers=self.layers)
+        stats = ForwardStats(
+            config, device=self.device, max_logits=tracks_logits, layers=self.layers, dispatch=RowStats
+        )
         count = torch.tensor(sum(int((m.labels != IGNORE_INDEX).sum()) for m in microbatches))
         # Of uncut microbatches, which all pp, cp and tp ranks have.
         labels = int(self._sum(count, self.mesh.dp))

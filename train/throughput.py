@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+
+from parallel.collectives import combine_in_place
+from parallel.mesh import Axis
 
 
 def matmul_rate(
@@ -70,10 +71,8 @@ class Throughput:
         return rate, rate * self.flops_per_token / self.peak
 
 
-def sum_over_ranks(value: float, *, group: ProcessGroup | None) -> float:
-    """Sum of a host number over the ranks of ``group``; itself when alone."""
-    if group is None:
-        return value
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total, group=group)
+def total_rate(rate: float, *, axis: Axis) -> float:
+    """Sum of ``rate``, in fp64, over the ranks of ``axis``."""
+    total = torch.tensor(rate, dtype=torch.float64)
+    combine_in_place(total, axis)
     return float(total)

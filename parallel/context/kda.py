@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from model.documents import Documents
 from model.kda import NORMALIZED
 from model.kernels.kda_chunk import kda_chunk
+from model.kernels.kda_plan import Plans
 from model.precision import compute_dtype
 from model.seams import ConvWeights, KDACache, KDACore
 from parallel.collectives import all_gather, gather_plain
@@ -73,13 +74,19 @@ class ContextKDA:
         )
         inputs = q, k, v, g_BTHK, beta_BTH
         continued = documents.continued
-        o_continued, reads_BTHK, segment_HKX = run_affine(*(x[:, :continued] for x in inputs), gate_bound=gate_bound)
+        plans = documents.kda_plans
+        o_continued, reads_BTHK, segment_HKX = run_affine(
+            *(x[:, :continued] for x in inputs), gate_bound=gate_bound, plans=plans
+        )
         o_begun = v[:, continued:]
         if continued < documents.length:
             assert documents.cu_seqlens is not None
             offsets = documents.cu_seqlens - continued
             o_begun, state_NHKV = kda_chunk(
-                *(x[:, continued:] for x in inputs), cu_seqlens=offsets[offsets >= 0], gate_bound=gate_bound
+                *(x[:, continued:] for x in inputs),
+                cu_seqlens=offsets[offsets >= 0],
+                gate_bound=gate_bound,
+                plans=plans,
             )
             # The last document begins here, so nothing that came before passes through it: M = 0.
             segment_HKX = F.pad(state_NHKV[-1], (0, g_BTHK.shape[-1]))
@@ -101,7 +108,14 @@ def halo(streams: tuple[Tensor, Tensor, Tensor], axis: Axis, *, width: int) -> t
 
 
 def run_affine(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate_bound: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    gate_bound: float | None = None,
+    plans: Plans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One stretch of one document as a function of the state that enters it; arguments as for `kda_chunk`, B = 1.
 
@@ -116,7 +130,7 @@ def run_affine(
     initial = F.pad(identity, (value, 0)).expand(1, heads, key, value + key)
     if q.shape[1] == 0:
         return *wide.split([value, key], dim=-1), initial[0]
-    o, final = kda_chunk(q, k, wide, g, beta, initial_state=initial, gate_bound=gate_bound)
+    o, final = kda_chunk(q, k, wide, g, beta, initial_state=initial, gate_bound=gate_bound, plans=plans)
     return *o.split([value, key], dim=-1), final[0]
 
 

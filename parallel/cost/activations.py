@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from model.dispatch import SEGMENT_ALIGNMENT
-from model.kernels.kda_chunk import CHUNK
+from model.kernels.kda_plan import CHUNK
 from parallel.cost.plan import StepPlan
 
 INDEX = 8

@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from model.kimi import KimiModel
 from model.params import ParamRole, named_roles
 from model.precision import compute_dtype, set_precision
-from parallel.data import BucketPlan, plan_buckets
+from parallel.buckets import BucketPlan, plan_buckets
 from parallel.grads import EMBEDDING
 from parallel.mesh import Axis, Mesh, ParallelConfig, Traffic, axis_lines
 from parallel.pipeline.layout import PipelineLayout, make_layout

@@ -63,7 +63,7 @@ class DeduplicatingDispatcher(AllToAllDispatcher):
     def dispatch(self, x_TL: Tensor, routing: Routing, weights: ExpertWeights) -> Deduplicated:  # type: ignore[override]
         planned, loan = self.begin(routing, weights)
         tokens = x_TL.shape[0]
-        payloads = routing.decisions.once("payloads", lambda: self._payloads(planned, routing.expert_TK))
+        payloads = routing.decisions.once(Payloads, lambda: self._payloads(planned, routing.expert_TK))
         leaving_UL = _TokensToPayloads.apply(x_TL, payloads.token_U, payloads.leaving)
         arrived_UL = all_to_all(leaving_UL, self.axis, send=payloads.send, receive=payloads.receive)
         weight_R1 = routing.weight_TK.view(tokens * routing.weight_TK.shape[1], 1).index_select(0, planned.sort.source)

@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 from model.dispatch import SEGMENT_ALIGNMENT, combine_rows
 from model.router import Routing
 from model.seams import ExpertWeights, Received
-from model.stats import RowStats
 from parallel.collectives import Pending, all_to_all, all_to_all_plain, all_to_all_start, gather_plain
 from parallel.expert.planner import ExpertPart, ExpertPlan, place_arrivals, plan_home, runs
+from parallel.expert.stats import RowStats
 from parallel.expert.weights import Loan, borrow, refetch
 from parallel.mesh import Axis
 
@@ -88,7 +88,7 @@ class AllToAllDispatcher:
 
     def begin(self, routing: Routing, weights: ExpertWeights) -> tuple[Planned, Loan | None]:
         """The plan, and its loan under way. One order on all ranks: weights before tokens, which need them at once."""
-        planned = routing.decisions.once("plan", lambda: self._plan(routing, weights))
+        planned = routing.decisions.once(Planned, lambda: self._plan(routing, weights))
         if not planned.lends:
             return planned, None
         loan = Loan(self.axis, planned.part, weights)
@@ -114,8 +114,9 @@ class AllToAllDispatcher:
         order_R = order_R.index_select(0, leaving_R)
         slot_N, ends_S = place_arrivals(part.arrivals_RS, alignment=SEGMENT_ALIGNMENT)
         home, padded = self.experts // self.axis.size, int(ends_S[-1])
-        if routing.rows is not None:
-            _count(routing.rows, whole, computed=slot_N.numel(), expert_bytes=sum(w[0].nbytes for w in weights))
+        if routing.record is not None:
+            assert isinstance(routing.record, RowStats), "ForwardStats(dispatch=RowStats) makes the record"
+            routing.record.add(whole, computed=slot_N.numel(), expert_bytes=sum(w[0].nbytes for w in weights))
         slot_N = slot_N.to(expert_TK.device)
         return Planned(
             part,
@@ -153,17 +154,6 @@ class AllToAllDispatcher:
         if handle.loan is not None:
             back_RL = refetch(back_RL, handle.loan)
         return combine_rows(back_RL, routing.weight_TK, planned.sort.target.view_as(routing.expert_TK))
-
-
-def _count(rows: RowStats, whole: ExpertPlan, *, computed: int, expert_bytes: int) -> None:
-    """Add one pass to ``rows``; ``computed`` rows have a place on this rank, one expert's slice has so many bytes."""
-    borrowed = int((whole.borrowed >= 0).sum())
-    rows.rows += int(whole.counts.sum())
-    rows.home += int(whole.counts.sum(dim=0).view(len(whole.borrowed), -1).sum(dim=1).max())
-    rows.busiest += int(whole.rows.sum(dim=1).max())
-    rows.computed += computed
-    rows.borrowed += borrowed
-    rows.lent_bytes += borrowed * expert_bytes
 
 
 def place_rows(rows: Tensor, moves: Moves) -> Tensor:

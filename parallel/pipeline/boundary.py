@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.precision import compute_dtype
+from parallel.collectives import receive_start, send_start
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.layout import PipelineLayout
 from parallel.pipeline.schedule import Action, Schedule, arrivals, receiver
@@ -117,10 +118,7 @@ class Mail:
         message = torch.stack(slices)
         expected = (len(slices), *self.shapes[action.microbatch]), self.dtype
         assert (message.shape, message.dtype) == expected, f"{action}: {message.shape} {message.dtype}, not {expected}"
-        axis = self._axis(self.rank, target)
-        work = dist.isend(message, group=axis.group, group_dst=target)
-        assert work is not None, "this rank is not in the group"
-        axis.traffic.record("pp send", message.nbytes)
+        work = send_start(message, self._axis(self.rank, target), target=target, name="pp send")
         self.sent[action.stage, stage] += message.nbytes
         # The buffer must live until it has left. gloo tells so only when waited for.
         self._sends = [(w, buffer) for w, buffer in self._sends if not w.is_completed()]
@@ -153,9 +151,7 @@ class Mail:
         action = self._due[source].popleft()
         shape = (self._slices(action), *self.shapes[action.microbatch])
         message = torch.empty(shape, dtype=self.dtype, device=self.device)
-        work = dist.irecv(message, group=self._axis(source, self.rank).group, group_src=source)
-        assert work is not None, "this rank is not in the group"
-        self._posted[action] = work, message
+        self._posted[action] = receive_start(message, self._axis(source, self.rank), source=source), message
 
     def _axis(self, source: int, target: int) -> Axis:
         return self.mesh.pp if source < target else self.mesh.pp_back

@@ -4,9 +4,9 @@
     B   receive gradients -> backward from the outputs -> send the leaves' gradients
     W   make the weight gradients that B put off
 
-A virtual stage is cut out of the graph: what enters is a detached leaf, what leaves is an output of its own graph, and
-autograd runs each stage by itself. A row that only passes through is neither: it stays in the rank's `BankRows`, and
-never becomes an output of a stage that did not make it, or torch would run backward through one graph twice.
+Each virtual stage has a graph of its own, and autograd runs each by itself: a tensor that enters the stage is a
+detached leaf, a tensor that the stage makes is an output. A row that only passes through a stage is neither. It stays
+in the rank's `BankRows`: were it an output of a stage that did not make it, torch would go through one graph twice.
 
 Without a pipeline the model is one stage on one rank: F and B of each microbatch in turn, nothing received or sent.
 """
@@ -14,19 +14,18 @@ Without a pipeline the model is one stage on one rank: F and B of each microbatc
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from model.attn_residual import ResidualState
 from model.documents import Documents
-from model.kimi import KimiModel, LayerCache, read
+from model.kimi import KimiModel, LayerCache
 from model.stats import ForwardStats
-from parallel.collectives import combine_in_place
+from parallel.collectives import broadcast_in_place, combine_in_place
 from parallel.context.layout import TokenSlice
 from parallel.data import DataParallel
 from parallel.mesh import Mesh
@@ -50,23 +49,51 @@ class _Pass(NamedTuple):
     outputs: list[GradientEdge]
 
 
+@dataclass(frozen=True)
+class _Train:
+    """Forward and backward.
+
+    labels: labelled tokens of the step, at least 1; the loss is divided by them.
+    stats: takes the counts of this rank's layers.
+    """
+
+    labels: int
+    stats: ForwardStats | None
+
+
+@dataclass(frozen=True)
+class _Evaluate:
+    """Forward to the loss."""
+
+
+@dataclass
+class _Decode:
+    """Forward to the logits.
+
+    caches: one per layer, brought up to date in place.
+    logits: [B, 1, V] after the last token; set on the rank with the last stage.
+    """
+
+    caches: Sequence[LayerCache]
+    logits: Tensor | None = None
+
+
+_Purpose = _Train | _Evaluate | _Decode
+
+
 @dataclass
 class _Run:
     """The state of one run of a schedule.
 
+    purpose: what it is for: whether a backward comes, and what the last stage makes of its hidden states.
     batches: each microbatch's tokens on this rank.
-    labels: labelled tokens of the step, by which the loss is divided; None: no backward will come.
     total: fp64 sum of the losses that this rank computed.
-    logits: what decoding is for, on the last stage.
     """
 
+    purpose: _Purpose
     batches: Sequence[TokenSlice]
     mail: Mail
     total: Tensor
-    labels: int | None = None
-    stats: ForwardStats | None = None
-    caches: Sequence[LayerCache] | None = None
-    logits: Tensor | None = None
     rows: dict[tuple[int, int], BankRows] = field(default_factory=dict)
     passes: dict[tuple[int, int], _Pass] = field(default_factory=dict)
     deferred: dict[tuple[int, int], list[Deferred]] = field(default_factory=dict)
@@ -129,8 +156,7 @@ class Pipeline:
             Sum of the losses of all labelled tokens, fp64, on ranks with the last stage; 0 on the others.
         """
         schedule = self._schedule_for(len(batches))
-        run = self._begin(batches, schedule)
-        run.labels, run.stats = max(labels, 1), stats
+        run = self._begin(_Train(max(labels, 1), stats), batches, schedule)
         actions = schedule[self.mesh.pp.rank]
         # After these no gradient of their stage follows.
         last = {action.stage: action for action in actions if action.kind == ("B" if self.deferred is None else "W")}
@@ -158,7 +184,7 @@ class Pipeline:
         """Sum of the losses of all labelled tokens, as `train` returns it. Nothing is counted or kept."""
         if not batches:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        return self._run_forward(batches).total
+        return self._run_forward(_Evaluate(), batches).total
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """A sum of losses, or a count that goes with it, over all tokens of the mesh, the same on every rank.
@@ -180,34 +206,33 @@ class Pipeline:
         """
         batch, length = ids_BT.shape
         documents = Documents.of(batch, length, None, ids_BT.device)
-        run = self._run_forward([TokenSlice(ids_BT, ids_BT, documents)], caches=caches)
-        source = self.layout.rank_of(self.layout.last)
-        if run.logits is None:
-            run.logits = torch.empty(batch, 1, self.model.config.vocab_size, dtype=self.dtype, device=self.device)
-        world = self.mesh.world
-        if world.group is not None:
-            # From one rank to all: where copies differ by a rounding, ranks would sample, and stop, each for itself.
-            dist.broadcast(run.logits, group=world.group, group_src=source * self.mesh.stage.size)
-        return run.logits
+        decode = _Decode(caches)
+        self._run_forward(decode, [TokenSlice(ids_BT, ids_BT, documents)])
+        logits = decode.logits
+        if logits is None:
+            logits = torch.empty(batch, 1, self.model.config.vocab_size, dtype=self.dtype, device=self.device)
+        # From one rank to all: where copies differ by a rounding, ranks would sample, and stop, each for itself.
+        source = self.layout.rank_of(self.layout.last) * self.mesh.stage.size
+        broadcast_in_place(logits, self.mesh.world, source=source)
+        return logits
 
     def _schedule_for(self, microbatches: int) -> Schedule:
         if microbatches not in self._schedules:
             self._schedules[microbatches] = make_schedule(self.schedule, self.layout, microbatches=microbatches)
         return self._schedules[microbatches]
 
-    def _run_forward(self, batches: Sequence[TokenSlice], *, caches: Sequence[LayerCache] | None = None) -> _Run:
+    def _run_forward(self, purpose: _Purpose, batches: Sequence[TokenSlice]) -> _Run:
         schedule = forward_only(self.layout, microbatches=len(batches))
-        run = self._begin(batches, schedule, cut=caches is None)
-        run.caches = caches
+        run = self._begin(purpose, batches, schedule)
         for action in schedule[self.mesh.pp.rank]:
             self._forward(action, run)
         assert not run.rows, "rows are left over from an evaluation"
         run.mail.close()
         return run
 
-    def _begin(self, batches: Sequence[TokenSlice], schedule: Schedule, *, cut: bool = True) -> _Run:
-        """``cut``: tokens are cut over tp between layers, as always but in decoding."""
-        parts = self.mesh.tp.size if cut else 1
+    def _begin(self, purpose: _Purpose, batches: Sequence[TokenSlice], schedule: Schedule) -> _Run:
+        # Between layers tokens are cut over tp, but not in decoding.
+        parts = 1 if isinstance(purpose, _Decode) else self.mesh.tp.size
         sizes = [batch.input_ids.shape for batch in batches]
         shapes = [(rows, tokens // parts, self.model.config.hidden_dim) for rows, tokens in sizes]
         mail = Mail(
@@ -219,7 +244,7 @@ class Pipeline:
             device=self.device,
             sent=self.sent,
         )
-        return _Run(batches, mail, torch.zeros((), dtype=torch.float64, device=self.device))
+        return _Run(purpose, batches, mail, torch.zeros((), dtype=torch.float64, device=self.device))
 
     def _rows(self, run: _Run, action: Action) -> BankRows:
         key = self.layout.holder(action.stage), action.microbatch
@@ -231,40 +256,48 @@ class Pipeline:
         """One stage on one microbatch."""
         _, stage, microbatch = action
         layout, rows, batch = self.layout, self._rows(run, action), run.batches[microbatch]
+        purpose, training = run.purpose, isinstance(run.purpose, _Train)
         leaves: list[Tensor] = []
         if stage == 0:
-            state = ResidualState(self.model.embed(batch.input_ids))
+            state = self.model.begin(batch.input_ids)
         else:
             prefix, *arrived = run.mail.receive(Action("F", stage - 1, microbatch))
             for row, value in zip(layout.arriving(stage), arrived, strict=True):
                 rows.put(row, value)
             entering = [prefix, *(rows.get(row) for row in range(layout.rows_before(stage)))]
-            leaves = [x.detach().requires_grad_(run.labels is not None) for x in entering]
+            leaves = [x.detach().requires_grad_(training) for x in entering]
             state = ResidualState(leaves[0], tuple(leaves[1:]))
         layers = layout.layers(stage)
+        # Without the index plans of other passes: they live no longer than this pass and its graph.
+        documents = replace(batch.documents)
         state = self.model.run_layers(
-            state, layers.start, layers.stop, documents=batch.documents, stats=run.stats, caches=run.caches
+            state,
+            layers.start,
+            layers.stop,
+            documents=documents,
+            stats=purpose.stats if isinstance(purpose, _Train) else None,
+            caches=purpose.caches if isinstance(purpose, _Decode) else None,
         )
         outputs = self._finish(run, batch, state) if stage == layout.last else self._pass_on(run, action, state, rows)
-        if run.labels is not None:
+        if training:
             run.passes[stage, microbatch] = _Pass(leaves, [get_gradient_edge(output) for output in outputs])
         if layout.is_last_of_holder(stage):
             rows.release()
-            if run.labels is None:
+            if not training:
                 del run.rows[layout.holder(stage), microbatch]
 
     def _finish(self, run: _Run, batch: TokenSlice, state: ResidualState) -> list[Tensor]:
         """The end of the last stage: the loss, or in decoding the logits."""
-        hidden = self.model.norm(read(self.model.output_mix, state))
-        if run.caches is not None:
-            run.logits = self.model.head(hidden[:, -1:])
+        purpose, hidden = run.purpose, self.model.finish(state)
+        if isinstance(purpose, _Decode):
+            purpose.logits = self.model.head(hidden[:, -1:])
             return []
         head = self.model.head
         loss = head_loss(
             hidden, head.weight, batch.labels, axis=self.mesh.tp, chunk=self.loss_chunk, product=head.product
         )
         run.total += loss.detach().double()
-        return [] if run.labels is None else [loss / run.labels]
+        return [loss / purpose.labels] if isinstance(purpose, _Train) else []
 
     def _pass_on(self, run: _Run, action: Action, state: ResidualState, rows: BankRows) -> list[Tensor]:
         """The end of any other stage: keep the rows that it closed and send what the next one lacks."""

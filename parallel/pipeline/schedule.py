@@ -15,9 +15,9 @@ An action is a kind, a virtual stage and a microbatch:
                      .. F0 B0 -- F1 B1 -- F2 B2 -- .. ..                  .. F0 B0 F1 B1 F2 B2 W0 W1 W2
 
 The first three are written down. The interleaved order needs a multiple of P microbatches; any other number takes the
-order of the next multiple and leaves out the microbatches that do not exist, which removes work and so no rank can
-come to wait for something new. ``zero_bubble``, and any placement that is not a loop, is what a simulated pipeline does
-when every free rank takes the first of its preferred actions that is ready: it cannot deadlock, it has been run once.
+order of the next multiple and leaves out the microbatches that do not exist. Leaving out work makes no rank wait for
+anything new. ``zero_bubble``, and any placement that is not a loop, is what a simulated pipeline does when every free
+rank takes the first of its preferred actions that is ready. Such a schedule cannot deadlock: it has been run once.
 
 All ranks of a stage run the same list, so that the collectives inside a stage (experts, context, tensor) are entered in
 one order.
@@ -112,9 +112,9 @@ def _one_forward_one_backward(layout: PipelineLayout, microbatches: int) -> Sche
 def _most_in_flight(layout: PipelineLayout, rank: int) -> int:
     """Microbatches that a rank may have begun and not taken back: enough to be busy until the first one comes back.
 
-    The way from the rank's first stage to the loss and back takes as long as the rank's own share of that many; half as
-    many again where they pass several virtual stages in groups.
-    In a V the lengths of the ranks' ways differ most, and all may hold as many as there are stages.
+    ceil((stages - rank) / stages per rank), plus ranks // 2 when interleaved. A microbatch takes as long from the
+    rank's first stage to the loss and back as the rank takes for its own share of so many microbatches. In a V the ways
+    of the ranks differ most in length, and every rank may hold as many microbatches as there are stages.
     """
     per_rank = layout.stages // layout.ranks
     if layout.placement == "v":

@@ -29,8 +29,9 @@ from rich.table import Table
 from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from model.kimi import KimiModel
 from model.moe import MoE
-from model.stats import ForwardStats, RowStats
+from model.stats import ForwardStats
 from parallel.expert import install_experts
+from parallel.expert.stats import RowStats
 from parallel.mesh import ExpertsConfig, Mesh, ParallelConfig, make_mesh
 from tests.bench.parallel import make_case
 from tests.dist.ranks import RankPool
@@ -93,10 +94,12 @@ def time_layer(
     x.requires_grad_()
 
     def run() -> RowStats:
-        stats = ForwardStats(SMALL, device=CPU, max_logits=False)
+        stats = ForwardStats(SMALL, device=CPU, max_logits=False, dispatch=RowStats)
         moe(x, stats=stats.layer(layer)).sum().backward()
         model.zero_grad()
-        return stats.rows[0]
+        (record,) = stats.dispatch
+        assert isinstance(record, RowStats)
+        return record
 
     return in_turns(run, model, mesh, rule=rule, repeats=repeats, dispatchers=dispatchers)
 

@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from model.kernels.kda_chunk import CHUNK, SEGMENT_TOKENS, kda_chunk
+from model.kernels.kda_chunk import kda_chunk
+from model.kernels.kda_plan import CHUNK, SEGMENT_TOKENS, Plans
 from model.kernels.kda_reference import kda_reference
 from train.allocator import keep_freed_memory
 
@@ -40,13 +41,13 @@ def inputs(length: int, heads: int, head_dim: int, gate: float) -> list[Tensor]:
     return [x.requires_grad_() for x in (q, k, v, g, torch.rand(1, length, heads))]
 
 
-def forward_backward(kernel: str, arguments: list[Tensor], gate: float) -> float:
-    """Seconds of one forward and backward."""
+def forward_backward(kernel: str, arguments: list[Tensor], gate: float, plans: Plans) -> float:
+    """Seconds of one forward and backward; ``plans`` are those of all layers of a step."""
     start = time.perf_counter()
     if kernel == "reference":
         o, state = kda_reference(*arguments)
     else:
-        o, state = kda_chunk(*arguments, gate_bound=gate if kernel == "chunk" else None)
+        o, state = kda_chunk(*arguments, gate_bound=gate if kernel == "chunk" else None, plans=plans)
     torch.autograd.grad((o, state), arguments, (torch.ones_like(o), torch.ones_like(state)))
     return time.perf_counter() - start
 
@@ -60,11 +61,11 @@ def high_water_mark() -> int:
 def peak_memory(kernel: str, length: int, heads: int, head_dim: int, gate: float, threads: int) -> int:
     """Bytes that one forward and backward needs on top of its inputs. Call in a process of its own."""
     torch.set_num_threads(threads)
-    forward_backward(kernel, inputs(64, heads, head_dim, gate), gate)
+    forward_backward(kernel, inputs(64, heads, head_dim, gate), gate, Plans())
     arguments = inputs(length, heads, head_dim, gate)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present resident set
     before = high_water_mark()
-    forward_backward(kernel, arguments, gate)
+    forward_backward(kernel, arguments, gate, Plans())
     return high_water_mark() - before
 
 
@@ -93,13 +94,13 @@ def main() -> None:
             memory[kernel, length] = pool.apply(peak_memory, (kernel, length, *shape, args.threads))
 
     keep_freed_memory()  # as in training
-    seconds = defaultdict(list)
+    seconds, plans = defaultdict(list), Plans()
     for _ in range(args.repeats):
         for kernel, length in runs:
             arguments = inputs(length, *shape)
             # Short runs are repeated to about the time of a long one, so that both see the same machine.
             for _ in range(max(1, 16384 // length) if kernel != "reference" else 1):
-                seconds[kernel, length].append(forward_backward(kernel, arguments, args.gate))
+                seconds[kernel, length].append(forward_backward(kernel, arguments, args.gate, plans))
     median = {run: statistics.median(times) for run, times in seconds.items()}
 
     table = Table(

@@ -2,13 +2,13 @@
 
 import pytest
 
-from model.stats import RowStats
+from parallel.expert.stats import RowStats
 from tests.bench.balanced import ABOVE, BALANCED, PLAIN, Timing, load_rows, time_layer
 from tests.dist.ranks import RankPool
 
 
 def timing(cpu: list[float], *, computed: int, borrowed: int) -> Timing:
-    rows = RowStats(rows=16, home=12, busiest=computed, computed=computed, borrowed=borrowed, lent_bytes=2_000_000)
+    rows = RowStats(chosen=16, home=12, busiest=computed, computed=computed, borrowed=borrowed, lent_bytes=2_000_000)
     return Timing(cpu, [0.5] * len(cpu), [rows] * len(cpu))
 
 

@@ -12,7 +12,7 @@ from tests.certify.mutation import DP, Mutate, Mutation
 FULL = (*DP, "recompute.policy=full")
 
 
-def decide_every_time(original: Mutate, self: Any, name: str, make: Mutate) -> Any:
+def decide_every_time(original: Mutate, self: Any, kind: type, make: Mutate) -> Any:
     return make()
 
 

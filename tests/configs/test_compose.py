@@ -69,8 +69,6 @@ def test_every_model_survives_the_hugging_face_config_and_back(model: str) -> No
     back = config_from_hf(config_to_hf(config))
     assert back.mixers == config.mixers
     back.layers = config.layers
-    # How a file lays out A_log is seen in its tensors, not in its config.
-    back.kda.padded_heads, back.kda.a_log_dims = config.kda.padded_heads, config.kda.a_log_dims
     # What only training knows is not in a checkpoint's config.
     back.moe.balancing, back.init_std = config.moe.balancing, config.init_std
     if config.moe.latent_dim is None:

@@ -7,7 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from parallel.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast_in_place,
+    gather_objects,
+    reduce_scatter,
+    reduce_start,
+)
 from parallel.mesh import Axis
 from tests.dist.ranks import RankPool
 
@@ -77,3 +85,34 @@ def test_values_and_adjoints(pool: RankPool, name: str) -> None:
 def test_an_axis_of_one_is_the_identity_itself(name: str) -> None:
     x = data(0, 8, 1)
     assert apply(name, x, Axis()) is x
+
+
+def move_whole(source: int) -> tuple[Tensor, Tensor, list[tuple[int, str]], dict[str, int]]:
+    rank = dist.get_rank()
+    axis = Axis("dp", dist.group.WORLD, rank, SIZE)
+    sent, added = data(rank, 3, 1), data(rank, 3, 2)
+    broadcast_in_place(sent, axis, source=source)
+    reduce_start(added, axis, owner=source).wait()
+    return sent, added, gather_objects((rank, "x" * rank), axis), axis.traffic.sent
+
+
+@pytest.mark.parametrize("source", [0, 2, 3])
+def test_to_one_owner_and_from_it(pool: RankPool, source: int) -> None:
+    results = pool.run(move_whole, source)
+    for sent, _, objects, _ in results:
+        assert torch.equal(sent, data(source, 3, 1))
+        assert objects == [(rank, "x" * rank) for rank in range(SIZE)]
+    torch.testing.assert_close(results[source][1], sum(data(rank, 3, 2) for rank in range(SIZE)), rtol=1e-14, atol=0)
+    size = 3 * 4 * 8
+    assert [traffic["dp reduce"] for *_, traffic in results] == [size * (rank != source) for rank in range(SIZE)]
+    last = (source - 1) % SIZE
+    assert [traffic["dp broadcast"] for *_, traffic in results] == [size * (rank != last) for rank in range(SIZE)]
+    assert all(traffic["dp all_gather_object"] > 0 for *_, traffic in results)
+
+
+def test_alone_nothing_is_moved_or_counted() -> None:
+    x, axis = data(0, 3, 1), Axis()
+    broadcast_in_place(x, axis, source=0)
+    assert torch.equal(x, data(0, 3, 1))
+    assert gather_objects("value", axis) == ["value"]
+    assert not axis.traffic.calls

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.config import KDAConfig, ModelConfig, MoEConfig
-from model.hf_map import REQUIRED, config_from_hf, config_to_hf, from_hf, to_hf
+from model.hf_map import REQUIRED, a_log_shape_of, config_from_hf, config_to_hf, from_hf, to_hf
 from model.kimi import KimiModel
 from tests.model.tiny import FAMILIES, tiny_config, tiny_model, tokens
 
@@ -155,12 +155,13 @@ PACKED = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"
 def padded_config() -> ModelConfig:
     """96 heads whose A_log is stored as 128, as in the released checkpoint, at a width of 2."""
     config = tiny_config()
-    config.kda = KDAConfig(heads=96, head_dim=2, padded_heads=128)
+    config.kda = KDAConfig(heads=96, head_dim=2)
     return config
 
 
 def exported(config: ModelConfig) -> tuple[dict, dict[str, Tensor]]:
-    return to_hf(tiny_model(config, dtype=torch.bfloat16))
+    shape = (128,) if config.kda.heads == 96 else None
+    return to_hf(tiny_model(config, dtype=torch.bfloat16), a_log_shape=shape)
 
 
 # The full form has no name there: see the last test.
@@ -188,9 +189,9 @@ def test_a_log_is_padded_with_zeros_to_128_and_back() -> None:
     assert tensors[name].dtype == torch.float32
     assert not tensors[name][96:].any()
     model = from_hf(config, tensors, dtype=torch.bfloat16)
-    assert model.config.kda.padded_heads == 128
+    assert a_log_shape_of(config, tensors) == (128,)
     assert model.layers[0].mixer.decay.A_log.shape == (96,)
-    _, again = to_hf(model)
+    _, again = to_hf(model, a_log_shape=(128,))
     assert again.keys() == tensors.keys()
     assert all(torch.equal(value, again[key]) for key, value in tensors.items())
 
@@ -203,11 +204,20 @@ def test_a_log_of_four_dims_comes_back_as_it_was() -> None:
     four = {key: value.view(1, 1, -1, 1) if key.endswith("A_log") else value for key, value in tensors.items()}
     model = from_hf(config, four, dtype=torch.bfloat16)
     assert torch.equal(model.layers[0].mixer.decay.A_log, flat)
-    _, again = to_hf(model)
+    assert a_log_shape_of(config, four) == (1, 1, 2, 1)
+    _, again = to_hf(model, a_log_shape=(1, 1, 2, 1))
     assert all(torch.equal(value, again[key]) and value.shape == again[key].shape for key, value in four.items())
     mixed = four | {name: flat}
     with pytest.raises(ValueError, match=r"layers\.\d\.self_attn\.A_log: shape"):
         from_hf(config, mixed, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (1, 2, 1, 1), (1, 1, 4, 1)], ids=str)
+def test_another_shape_of_a_log_is_refused_by_name(shape: tuple[int, ...]) -> None:
+    config, tensors = exported(tiny_config("linear"))
+    tensors = {key: torch.zeros(shape) if key.endswith("A_log") else value for key, value in tensors.items()}
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.A_log: shape .*, expected \[2\] by the config"):
+        from_hf(config, tensors, dtype=torch.bfloat16)
 
 
 def test_padding_that_is_not_zero_is_refused() -> None:

@@ -1,7 +1,10 @@
 """Chunked cross-entropy against torch's, gradients included."""
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
@@ -34,12 +37,27 @@ def test_no_labelled_token_is_zero_with_zero_gradients() -> None:
     assert not weight.grad.any()
 
 
-def test_nan_behind_an_unlabelled_token_stays_there() -> None:
-    hidden = torch.randn(4, 4)
-    hidden[2] = torch.nan
-    labels = torch.tensor([1, 2, IGNORE_INDEX, 3])
-    weight = torch.randn(5, 4)
-    assert bool(torch.isfinite(chunked_cross_entropy(hidden, weight, labels)))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e38], ids=str)
+def test_what_an_unlabelled_token_holds_reaches_neither_loss_nor_gradient(poison: float, dtype: torch.dtype) -> None:
+    """1e38 is finite, and in bf16 its logits are not."""
+
+    def run(value: float) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        hidden, weight = (torch.randn(n, 4, generator=generator).to(dtype) for n in (9, 5))
+        labels = torch.randint(0, 5, (9,), generator=generator)
+        labels[[0, 4, 8]] = IGNORE_INDEX
+        hidden[[0, 4]] = value
+        hidden[8, 2] = value
+        hidden.requires_grad_()
+        weight.requires_grad_()
+        loss = chunked_cross_entropy(hidden, weight, labels, chunk=4)
+        (loss / 6).backward()
+        return loss.detach(), hidden.grad, weight.grad
+
+    for found, expected in zip(run(poison), run(0.5), strict=True):
+        assert bool(expected.isfinite().all())
+        assert torch.equal(found, expected)
 
 
 def test_evaluation_computes_no_gradient() -> None:

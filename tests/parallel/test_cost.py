@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model.moe
 from model.config import ModelConfig, MoEConfig
 from model.kda import KDA
-from model.kernels.kda_chunk import CHUNK, _plan
+from model.kernels.kda_plan import CHUNK
 from model.kimi import KimiModel
 from model.seams import Received
 from parallel.cost import KDA_CHUNK, forward_flops, training_flops
@@ -137,7 +137,6 @@ def test_activations_between_forward_and_backward_by_policy(family: str, policy:
         config, seed=0, dtype=torch.bfloat16, device=torch.device("cpu"), mesh=Mesh(), recompute=recompute
     )
     hidden_and_rows(net, length)  # for the kernel's constants, which stay
-    _plan.cache_clear()
     with LiveMemory([*net.parameters(), *net.buffers()]) as live:
         # What is held on to here is a part of what is counted.
         kept = hidden_and_rows(net, length)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from model.config import ModelConfig
 from model.kimi import KimiModel, build_on_meta
 from model.params import INITIALISERS, initialize
-from parallel.data import plan_buckets
+from parallel.buckets import plan_buckets
 from parallel.expert.planner import place_arrivals, plan_home
 from parallel.mesh import Axis, Mesh
 from parallel.sharding import ShardSpec, materialize, parameter_specs

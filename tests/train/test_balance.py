@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.stats import RowStats
+from parallel.expert.stats import RowStats
 from train.balance import COLUMNS, Sizes, entropy, share_of_ranks
 
 
@@ -21,10 +21,10 @@ def test_groups_tp_and_stages_count_once() -> None:
     def rank(stage: int, group: int, ep: int) -> Tensor:
         if stage == 0:
             # The busiest rank had all of group 0's rows and 60% of group 1's; group 0 could not be quite balanced.
-            rows = RowStats(rows=100, home=(100, 60)[group], busiest=(51, 50)[group], borrowed=2 - group, lent_bytes=10)
-            rows.computed = ((49, 51), (50, 50))[group][ep]
+            rows = RowStats(chosen=100, home=(100, 60)[group], busiest=(51, 50)[group], borrowed=2 - group)
+            rows.computed, rows.lent_bytes = ((49, 51), (50, 50))[group][ep], 10
             return table(rows, None)
-        return table(None, RowStats(rows=8, home=4, busiest=4, computed=4))
+        return table(None, RowStats(chosen=8, home=4, busiest=4, computed=4))
 
     ranks = [rank(s, g, e) for s in range(2) for g in range(2) for e in range(2) for _ in range(2)]
     load = torch.tensor([[150, 50], [8, 8]])
@@ -40,7 +40,7 @@ def test_groups_tp_and_stages_count_once() -> None:
 
 
 def test_a_lost_row_shows() -> None:
-    ranks = [table(RowStats(rows=6, home=4, busiest=3, computed=computed)) for computed in (3, 2)]
+    ranks = [table(RowStats(chosen=6, home=4, busiest=3, computed=computed)) for computed in (3, 2)]
     found = share_of_ranks(torch.stack(ranks), torch.tensor([[4, 2]]), Sizes(pp=1, groups=1, ep=2, tp=1))
     assert found["dropped"].tolist() == [1]
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from parallel.mesh import Axis
 from tests.dist.ranks import RankPool
 from train.metrics import (
     JsonlTracker,
@@ -96,7 +97,7 @@ def _reduce(unused: None) -> dict[str, Any]:
         max_logit=None if rank == 0 else -3.0,
         validation_loss=2.0 if rank == 0 else None,
     )
-    return reduce_over_ranks(mine, group=dist.group.WORLD, ranks=2).as_json()
+    return reduce_over_ranks(mine, axis=Axis("world", dist.group.WORLD, rank, 2)).as_json()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Whether a run folder can be gone on with, from its files alone; and whole runs that go on otherwise than they began."""
+"""What a resumed run may change: all that leaves samples, clock and updates alone; every refusal is true, its remedy too."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -133,8 +133,7 @@ def shrink_heads(heads: int, *, was: ParallelConfig, parallel: ParallelConfig) -
 
 
 def _shrink_kda(kda: KDAConfig, *, heads: int) -> KDAConfig:
-    padded = None if kda.padded_heads is None else heads
-    return replace(kda, heads=heads, head_dim=HEAD, padded_heads=padded)
+    return replace(kda, heads=heads, head_dim=HEAD)
 
 
 def _shrink_mla(mla: MLAConfig, *, heads: int) -> MLAConfig:

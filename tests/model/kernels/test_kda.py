@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from model.kernels import kda_chunk as kda_module
-from model.kernels.kda_chunk import CHUNK, kda_chunk
+from model.kernels import kda_algebra
+from model.kernels.kda_chunk import kda_chunk
+from model.kernels.kda_plan import CHUNK, Plans
 from model.kernels.kda_reference import kda_reference
 
 ORACLES = Path(__file__).parents[2] / "oracles"
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+CPU = torch.device("cpu")
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 # What a K3 layer calls: the gate's bound is known.
 BOUNDED = functools.partial(kda_chunk, gate_bound=-5.0)
@@ -386,13 +388,24 @@ def test_large_queries_and_keys_at_the_bound_stay_finite() -> None:
 
 
 def test_a_plan_made_for_inference_serves_training() -> None:
-    """The plan of the documents and the constants are kept from one call to the next."""
+    """The constants are kept from one call to the next, and the plan of the documents where the caller keeps it."""
     inputs = draw(length=77)
-    kda_module._plan.cache_clear()
-    kda_module._constants.cache_clear()
+    plans = Plans()
+    kda_algebra._constants.cache_clear()
+    kernel = functools.partial(BOUNDED, plans=plans)
     with torch.inference_mode():
-        kda_chunk(*(inputs[name] for name in NAMES[:5]), gate_bound=-5.0)
-    assert_close(run(BOUNDED, inputs), run(kda_reference, inputs))
+        kernel(*(inputs[name] for name in NAMES[:5]))
+    assert_close(run(kernel, inputs), run(kda_reference, inputs))
+
+
+def test_a_plan_is_made_once_for_equal_documents_and_never_shared_by_others() -> None:
+    plans = Plans()
+    first = plans.get((0, 40, 77), heads=2, device=CPU)
+    assert plans.get((0, 40, 77), heads=2, device=CPU) is first
+    assert plans.get((0, 40, 77), heads=3, device=CPU) is not first
+    assert plans.get((0, 41, 77), heads=2, device=CPU) is not first
+    assert plans.get((0, 40, 77), heads=2, device=torch.device("meta")) is not first
+    assert Plans().get((0, 40, 77), heads=2, device=CPU) is not first
 
 
 @pytest.mark.parametrize("bound", [0.1, -math.inf, math.nan])
