@@ -313,6 +313,7 @@ def check_data(progress: Progress, loader: Loader) -> None:
     Raises:
         ValueError: naming each source that differs.
     """
+    loader.check_order(progress.position)
     if not progress.data:
         return
     sources = zip(loader.sources, progress.data, data_identity(loader), strict=True)
