@@ -331,6 +331,7 @@ def continue_data(progress: Progress, loader: Loader, *, seed: int) -> Loader:
     Raises:
         ValueError: naming each source that differs.
     """
+    loader.check_order(progress.position)
     if not progress.data:
         return loader
     now = list(zip(data_identity(loader), data_shares(loader)))
