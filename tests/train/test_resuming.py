@@ -1,4 +1,4 @@
-"""What a resumed run may change: all that leaves samples, clock and updates alone; every refusal is true, its remedy too."""
+"""Whether a run folder can be continued, from its files alone; and whole runs that continue otherwise than they began."""
 
 from dataclasses import asdict
 from pathlib import Path
