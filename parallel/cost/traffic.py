@@ -195,11 +195,11 @@ def _update_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
     _combine(ledger, mesh.world, 8)  # the gradients' squares, fp64
     if plan.model.tie_embeddings and held.first != held.last:
         # The owners of each slice of the embedding add up what its two uses made.
-        slices = mesh.stage.size // held.axis(held.head).size
+        slices = mesh.replicas.size // held.axis(held.head).size
         whole = math.prod(held.shapes[held.head]) * plan.wide
         ledger.ranks = 1
         ledger.add(mesh.ends, "all_reduce", whole, times=slices)
-        ledger.ranks = mesh.stage.size
+        ledger.ranks = mesh.replicas.size
     _statistics_traffic(ledger, plan, held)
     _matrix_traffic(ledger, plan, held)
 
@@ -214,9 +214,9 @@ def _statistics_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
     _combine(ledger, mesh.dp, 8)
     _combine(ledger, mesh.dense, 8)
     _combine(ledger, mesh.pp, 8)
-    _combine(ledger, mesh.stage, len(experts) * moe.experts * 8)
-    _combine(ledger, mesh.stage, len(experts) * moe.experts * bins * 4)
-    _combine(ledger, mesh.stage, len(attention) * heads * 4)
+    _combine(ledger, mesh.replicas, len(experts) * moe.experts * 8)
+    _combine(ledger, mesh.replicas, len(experts) * moe.experts * bins * 4)
+    _combine(ledger, mesh.replicas, len(attention) * heads * 4)
     _combine(ledger, mesh.pp, len(plan.model.moe_layers) * moe.experts * 8)
     _combine(ledger, mesh.pp, 4)
 
@@ -228,7 +228,7 @@ def _combine(ledger: _Ledger, axis: Axis, whole: int) -> None:
 
 def _matrix_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
     """Matrices cut over tp to one rank each, which orthogonalises them, and back: `optim.exchange`."""
-    tp, stage = held.mesh.tp, held.mesh.stage
+    tp, stage = held.mesh.tp, held.mesh.replicas
     whole = sum(math.prod(held.shapes[name]) / held.axis(name).size for name in held.shapes if held.is_cut(name, plan))
     rounds = sum(len(held.rounds(plan, owned=held.buckets.owned_by(rank))) for rank in range(stage.size))
     ledger.ranks = 1

@@ -18,8 +18,8 @@ from configs.schema import validate
 from launch.certify import LENT, RETURNED, Certificate, certify, lent_bytes, main
 from launch.ranks import RankPool
 from model.loss import IGNORE_INDEX
+from parallel.config import ParallelConfig
 from parallel.expert.planner import ExpertPlan, plan_home
-from parallel.mesh import ParallelConfig
 from parallel.sharding import TensorSlice
 from tests.launch.test_shrink import MODELS
 from train.proof.case import LEAN, STEPS, lends, make_case

@@ -31,7 +31,7 @@ def test_slices_join_to_the_whole() -> None:
 
 
 ROWS, COLUMNS = ("dense", ((0, "tp"),)), ("dense", ((1, "tp"),))
-WHOLE = ("stage", ())
+WHOLE = ("replicas", ())
 EXPERT_ROWS, EXPERT_COLUMNS = (("expert_dp", ((0, "ep"), (dim, "tp"))) for dim in (1, 2))
 
 
@@ -77,7 +77,7 @@ def expected_layouts(config: ModelConfig) -> dict[str, tuple[str, tuple[tuple[in
 def test_every_parameter_is_cut_as_written_out(family: str) -> None:
     config = tiny_config(family)
     layouts = parameter_specs(build_on_meta(config), mesh=Mesh())
-    assert {name: (spec.owners, spec.shards) for name, spec in layouts.items()} == expected_layouts(config)
+    assert {name: (spec.copies, spec.shards) for name, spec in layouts.items()} == expected_layouts(config)
 
 
 def test_shapes_are_global() -> None:
