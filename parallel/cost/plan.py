@@ -192,7 +192,7 @@ def held_by(plan: StepPlan, *, rank: int, cost: Mapping[str, float] | None = Non
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     buckets = plan_buckets(
         sizes,
-        dp=mesh.replicas.size,
+        ranks=mesh.replicas.size,
         bucket_bytes=plan.bucket_bytes,
         cost=sizes if cost is None else cost,
         dtypes=dtypes,
