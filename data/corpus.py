@@ -7,21 +7,20 @@ after another are the file.
 """
 
 import ast
-import fcntl
 import hashlib
 import os
-import shutil
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from data.manifest import FORMAT, MANIFEST, TOKENIZER, Manifest, canonical, sha256_file, write_atomically
-from data.shards import Document, Encoder, decode_text, write_shard
+from data.edges import InputError, place_error
+from data.encoded import decode_text
+from data.files import Held, locked, remove, write_atomically
+from data.manifest import FORMAT, MANIFEST, TOKENIZER, Manifest, canonical, sha256_file
+from data.shards import Document, Encoder, write_shard
 from data.tokenizer import train_bpe
 
 EXCLUDED_FOLDERS = frozenset(
@@ -46,19 +45,22 @@ def prepare_default_corpus(
     """Folder of the tokenised default corpus under ``root``, built at the first call.
 
     The folder's name covers all that goes into it, so another Python, library or vocabulary is another folder. Of
-    many processes that call at once, one builds and the others wait; a build that is killed is begun again.
+    many processes that call at once, one builds and the others wait; a build that is killed is begun again. Where the
+    storage has no locks, all build, and write the same files to the byte.
 
     Args:
         library: whose sources; the running Python's standard library by default.
         wait_seconds: how long to wait for another process.
 
     Raises:
-        ValueError: there are no sources, ``root`` cannot be written to, or the wait was too long.
+        InputError: there are no sources, ``root`` cannot be written to, or the wait was too long.
     """
+    if (problem := place_error("run.cache", root)) is not None:
+        raise InputError(problem)
     library = Path(sysconfig.get_path("stdlib")) if library is None else library
     files = list_sources(library)
     if not files:
-        raise ValueError(
+        raise InputError(
             f"data.sources=[]: the default corpus needs Python sources and {library} has none; "
             "name a corpus of your own in data.sources"
         )
@@ -66,19 +68,22 @@ def prepare_default_corpus(
     inputs = [sys.version, vocab_size, FORMAT, UNITS, listing]
     name = f"stdlib-{vocab_size}-{hashlib.blake2b(canonical(inputs), digest_size=8).hexdigest()}"
     final = root / name
-    if (final / MANIFEST).exists():
-        return final
+    lock = root / f".{name}.lock"
     try:
+        if (final / MANIFEST).exists():
+            return final
         root.mkdir(parents=True, exist_ok=True)
-        with _lock(root / f".{name}.lock", wait_seconds=wait_seconds):
+        with locked(lock, wait_seconds=wait_seconds):
             if not (final / MANIFEST).exists():
-                partial = root / f".{name}.partial"
-                shutil.rmtree(partial, ignore_errors=True)
                 with Console(stderr=True).status("preparing the default corpus, once"):
-                    _build(partial, files, vocab_size=vocab_size)
-                os.replace(partial, final)
+                    _build(final, files, vocab_size=vocab_size)
+    except Held:
+        raise InputError(
+            f"{lock}: another process has held it for {wait_seconds:.0f} s; see whether that still builds the default "
+            "corpus, and stop it if not"
+        ) from None
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"run.cache={root}: must be writable and have room for the default corpus ({error.strerror or error}); "
             "set another"
         ) from error
@@ -142,8 +147,10 @@ def _documents(files: list[Path]) -> Iterator[Document]:
 
 
 def _build(folder: Path, files: list[Path], *, vocab_size: int) -> None:
-    """Train the tokenizer and write the whole corpus into a new folder."""
-    folder.mkdir(parents=True)
+    """Train the tokenizer and write the whole corpus, the manifest last: without it, the folder is no corpus."""
+    folder.mkdir(exist_ok=True)
+    for leftover in folder.glob(".*.partial"):
+        remove(leftover)
     documents = list(_documents(files))
     texts = (document.text or "" for document in documents)
     tokenizer_file = folder / TOKENIZER
@@ -151,7 +158,7 @@ def _build(folder: Path, files: list[Path], *, vocab_size: int) -> None:
     encoder = Encoder.load(tokenizer_file, append_eos=True)
     shard, counts = write_shard(folder, "shard-00000", documents, encoder=encoder)
     if shard is None:
-        raise ValueError("data.sources=[]: the default corpus is empty; name a corpus of your own in data.sources")
+        raise InputError("data.sources=[]: the default corpus is empty; name a corpus of your own in data.sources")
     Manifest(
         tokenizer_sha256=sha256_file(tokenizer_file),
         vocab_size=encoder.vocab_size,
@@ -161,26 +168,3 @@ def _build(folder: Path, files: list[Path], *, vocab_size: int) -> None:
         counts=counts,
         made_from={"sources": [f"Python {sys.version.split()[0]} standard library"]},
     ).write(folder)
-
-
-@contextmanager
-def _lock(path: Path, *, wait_seconds: float) -> Iterator[None]:
-    """Hold the lock file; the system frees it when its holder dies.
-
-    Raises:
-        ValueError: another process held it for longer than ``wait_seconds``.
-    """
-    deadline = time.monotonic() + wait_seconds
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ValueError(
-                        f"{path}: another process has held it for {wait_seconds:.0f} s; see whether that still "
-                        "builds the default corpus, and stop it if not"
-                    ) from None
-                time.sleep(0.05)
-        yield

@@ -25,13 +25,18 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from data.blend import Blend, weight_error
+from data.blend import Blend, weight_errors
 from data.corpus import prepare_default_corpus
+from data.edges import InputError, edge, place_error
 from data.pack import IGNORE_INDEX, TokenStream, pack
 from data.shuffle import make_key
-from data.store import VERIFY, TokenStore, split_documents, unigram_entropy
+from data.split import Documents, Split, split_documents
+from data.store import VERIFY, TokenStore, unigram_entropy
 from data.tokenizer import MIN_VOCAB_SIZE
 
+ORDER = 2
+"""Version of what decides, for given sources and seed, which samples come in which order: the split, the streams and
+the blend. 2: copies of a document are on one side of the split; the blend holds the weights after every sample."""
 PADDING = -1
 """Source and cursor in the id of a validation row that is all padding."""
 
@@ -43,15 +48,16 @@ class SourceConfig:
     path: str = ""
     """Folder made by ``python -m data.tokenize``."""
     weight: float = 1.0
-    """Share of the samples, in proportion to the other sources' weights."""
+    """Share of the samples, in proportion to the other sources' weights; 0 draws nothing."""
 
 
 @dataclass
 class DataConfig:
     """What a run reads."""
 
-    AT_RESUME: ClassVar[str] = "other data: the saved position would point at other samples"
-    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("verify",)
+    AT_RESUME: ClassVar[str] = "other samples would be held out, and those trained on come in another order"
+    # What the sources are is known by their content, which the checkpoint names: `train.build.continue_data`.
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("sources", "vocab_size", "verify")
 
     sources: list[SourceConfig] = field(default_factory=list)
     """Empty: the default corpus, the Python standard library's own sources."""
@@ -74,8 +80,10 @@ class DataConfig:
         for index, source in enumerate(self.sources):
             if not source.path:
                 found.append(f"data.sources[{index}].path: is empty; name a folder made by python -m data.tokenize")
-            if (problem := weight_error(source.weight)) is not None:
-                found.append(f"data.sources[{index}].{problem}")
+            if (problem := place_error(f"data.sources[{index}].path", source.path)) is not None:
+                found.append(problem)
+        if self.sources:
+            found += weight_errors([source.weight for source in self.sources])
         if self.vocab_size < MIN_VOCAB_SIZE:
             found.append(
                 f"data.vocab_size={self.vocab_size}: must be at least {MIN_VOCAB_SIZE}, the bytes and the special "
@@ -94,19 +102,22 @@ class DataPosition:
 
     samples: drawn so far; the blend's position.
     tokens: each source's cursor, the tokens drawn from its stream so far.
+    order: `ORDER` of the program that counted them.
     """
 
     samples: int
     tokens: tuple[int, ...]
+    order: int = ORDER
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        return {"samples": self.samples, "tokens": list(self.tokens)}
+        return {"samples": self.samples, "tokens": list(self.tokens), "order": self.order}
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> "DataPosition":
         """Back from `to_json`."""
-        return cls(int(state["samples"]), tuple(int(cursor) for cursor in state["tokens"]))
+        # Before the order had a version, it was the first.
+        return cls(int(state["samples"]), tuple(map(int, state["tokens"])), int(state.get("order", 1)))
 
 
 @dataclass(frozen=True)
@@ -127,12 +138,14 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Source:
-    """One source of a blend, opened and split. ``validation`` is None if nothing is held out."""
+    """One source of a blend, opened and split. ``validation`` is None if nothing is held out; ``note`` says what was
+    found by the way, if anything."""
 
     store: TokenStore
     weight: float
     training: TokenStream
     validation: TokenStream | None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,25 +163,45 @@ class _Request:
 _Step = tuple[list[Microbatch], DataPosition, str]
 
 
-def open_source(store: TokenStore, *, weight: float, fraction: float, seed: int) -> Source:
-    """Split a store's documents and make the streams of both sides.
+def open_sources(stores: Sequence[TokenStore], *, weights: Sequence[float], fraction: float, seed: int) -> list[Source]:
+    """Split the stores' documents and make the streams of both sides.
 
     Args:
-        weight: in the blend.
-        fraction: of the documents that is held out.
+        weights: in the blend.
+        fraction: of each store's documents that is held out.
         seed: of the split and of every epoch's order.
 
     Raises:
-        ValueError: the documents cannot be split.
+        InputError: the documents cannot be split.
     """
-    key = make_key("source", store.manifest.content_hash, seed)
-    training, validation = split_documents(store.num_documents, fraction=fraction, key=key)
-    return Source(
-        store=store,
-        weight=weight,
-        training=TokenStream(store, training, key=make_key("training", key)),
-        validation=TokenStream(store, validation, key=make_key("validation", key)) if len(validation) else None,
-    )
+    keys = [make_key("source", store.manifest.content_hash, seed) for store in stores]
+    documents = [Documents(store.num_documents, key, store.document_hashes()) for store, key in zip(stores, keys)]
+    splits = split_documents(documents, fraction=fraction)
+    return [
+        Source(
+            store=store,
+            weight=weight,
+            training=TokenStream(store, split.training, key=make_key("training", key)),
+            validation=TokenStream(store, split.validation, key=make_key("validation", key))
+            if len(split.validation)
+            else None,
+            note=_note(store, split, known=given.hashes is not None),
+        )
+        for store, weight, key, given, split in zip(stores, weights, keys, documents, splits)
+    ]
+
+
+def _note(store: TokenStore, split: Split, *, known: bool) -> str:
+    """What a reader of the validation loss should know of a source's split; empty if there is nothing."""
+    if not known:
+        return (
+            f"{store.folder}: was made before copies of documents were looked for, so held-out text may also be "
+            "trained on; tokenise again to keep them apart"
+        )
+    if not split.copies:
+        return ""
+    where = "all on the training side" if not len(split.validation) else "on one side of the split with what they copy"
+    return f"{store.folder}: {split.copies:,} of {store.num_documents:,} documents are copies of others, {where}"
 
 
 def open_loader(config: DataConfig, *, cache: Path, vocab_size: int, seed: int) -> "Loader":
@@ -181,25 +214,23 @@ def open_loader(config: DataConfig, *, cache: Path, vocab_size: int, seed: int) 
         seed: of splits, orders and the blend.
 
     Raises:
-        ValueError: a source cannot be used, or the sources' tokenizers differ.
+        InputError: a source cannot be used, or the sources' tokenizers differ.
     """
     chosen = config.sources or [
         SourceConfig(path=str(prepare_default_corpus(cache, vocab_size=config.vocab_size)), weight=1.0)
     ]
-    stores = [TokenStore.open(source.path, verify=config.verify, vocab_size=vocab_size) for source in chosen]
+    stores = [
+        TokenStore.open(source.path, verify=config.verify, vocab_size=vocab_size, stores=len(chosen))
+        for source in chosen
+    ]
     for index, store in enumerate(stores):
         if store.manifest.tokenizer_sha256 != stores[0].manifest.tokenizer_sha256:
-            raise ValueError(
+            raise InputError(
                 f"data.sources[{index}].path={chosen[index].path}: has another tokenizer than {chosen[0].path}, and "
                 "all sources must share one; tokenise it again with that one's tokenizer.json"
             )
-    return Loader(
-        [
-            open_source(store, weight=source.weight, fraction=config.validation_fraction, seed=seed)
-            for store, source in zip(stores, chosen)
-        ],
-        seed=seed,
-    )
+    weights = [source.weight for source in chosen]
+    return Loader(open_sources(stores, weights=weights, fraction=config.validation_fraction, seed=seed), seed=seed)
 
 
 class Loader:
@@ -213,10 +244,27 @@ class Loader:
     def __init__(self, sources: Sequence[Source], *, seed: int) -> None:
         self.sources = list(sources)
         self._blend = Blend([source.weight for source in sources], seed=seed)
-        self._identity = ",".join(f"{source.training.key:016x}" for source in sources).encode()
+        keys = (f"{source.training.key:016x}" for source in sources)
+        self._identity = ",".join([f"order {ORDER}", *keys]).encode()
         self._tokenizer: Tokenizer | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: tuple[_Request, Future[_Step]] | None = None
+
+    def notes(self) -> list[str]:
+        """What a reader of the validation loss should know, a line each: copies of documents, above all."""
+        return [source.note for source in self.sources if source.note]
+
+    def check_order(self, position: DataPosition) -> None:
+        """
+        Raises:
+            InputError: the position was counted in another order of samples than this program's.
+        """
+        if position.order != ORDER:
+            raise InputError(
+                f"data: the position after {position.samples:,} samples is of order {position.order}, and this version "
+                f"draws samples in order {ORDER}, so it would point at other samples; continue with the version that "
+                "began the run, or set another run.dir to begin anew"
+            )
 
     def start(self) -> DataPosition:
         """The position before the first sample."""
@@ -238,7 +286,7 @@ class Loader:
             the latter two do not depend on ``rank``, ``ranks`` or ``microbatch``.
 
         Raises:
-            ValueError: the samples cannot be divided so, or the position is of another blend.
+            InputError: the samples cannot be divided so, or the position is of another blend.
         """
         self._check(position, sequences=sequences, length=length, ranks=ranks, microbatch=microbatch)
         request = _Request(position, sequences, length, rank, ranks, microbatch)
@@ -257,7 +305,7 @@ class Loader:
         unlabelled tokens in a segment of their own. So is what makes the number of batches equal on all ranks.
 
         Raises:
-            ValueError: nothing is held out.
+            InputError: nothing is held out.
         """
         ids, limits = self._validation_ids(length=length, max_tokens=max_tokens)
         batches = -(-len(ids) // (microbatch * ranks))
@@ -268,14 +316,14 @@ class Loader:
         return _microbatches(streams, mine, limits=limits, microbatch=microbatch)
 
     def num_tokens(self) -> int:
-        """Training tokens of all sources, each counted once."""
-        return sum(source.training.tokens_per_epoch for source in self.sources)
+        """Training tokens of all sources that are drawn from, each counted once."""
+        return sum(source.training.tokens_per_epoch for source in self.sources if source.weight)
 
     def unigram_entropy(self) -> float:
         """Nats per token that a model pays which knows only how often each token occurs in the blend."""
         total = sum(source.weight for source in self.sources)
         mixture = np.zeros(max(source.store.manifest.vocab_size for source in self.sources))
-        for source in self.sources:
+        for source in (source for source in self.sources if source.weight):
             counts = source.store.unigram_counts()
             mixture[: len(counts)] += source.weight / total * counts / counts.sum()
         return unigram_entropy(mixture)
@@ -283,7 +331,9 @@ class Loader:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that all sources share."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(self.sources[0].store.tokenizer_file))
+            path = self.sources[0].store.tokenizer_file
+            with edge(path, remedy="copy it again, or tokenise again"):
+                self._tokenizer = Tokenizer.from_file(str(path))
         return self._tokenizer
 
     def encode_prompt(self, prompt: str) -> list[int]:
@@ -295,15 +345,16 @@ class Loader:
         return self.tokenizer().decode(list(ids))
 
     def _check(self, position: DataPosition, *, sequences: int, length: int, ranks: int, microbatch: int) -> None:
+        self.check_order(position)
         if len(position.tokens) != len(self.sources):
-            raise ValueError(
+            raise InputError(
                 f"data.sources: the position is of {len(position.tokens)} sources and the blend has "
                 f"{len(self.sources)}; resume with the sources that the run began with"
             )
         if length < 1:
-            raise ValueError(f"batch.length={length}: must be at least 1")
+            raise InputError(f"batch.length={length}: must be at least 1")
         if sequences < 1 or microbatch < 1 or sequences % (ranks * microbatch):
-            raise ValueError(
+            raise InputError(
                 f"batch.sequences={sequences}: must be a positive multiple of {ranks} ranks times "
                 f"batch.microbatch={microbatch}; change one of them"
             )
@@ -347,15 +398,17 @@ class Loader:
         total = sum(source.weight for source in self.sources)
         ids, limits = [], []
         for index, source in enumerate(self.sources):
-            if source.validation is None:
-                raise ValueError(
-                    "data.validation_fraction=0: there is no held-out text to evaluate on; raise it "
-                    "or set evaluate.every=0"
-                )
+            if source.validation is None or not source.weight:
+                limits.append(0)
+                continue
             whole_samples = max(1, int(max_tokens * source.weight / total) // length)
             limits.append(min(source.validation.tokens_per_epoch, whole_samples * length))
             cursors = np.arange(0, limits[-1], length)
             ids.append(np.stack([np.full_like(cursors, index), cursors, np.full_like(cursors, length)], axis=1))
+        if not ids:
+            raise InputError(
+                "data.validation_fraction=0: there is no held-out text to evaluate on; raise it or set evaluate.every=0"
+            )
         return np.concatenate(ids), limits
 
 

@@ -5,15 +5,16 @@
       tokenizer.json          what made the ids, and what decodes them
       shard-00000.tokens      ids of all its documents, end to end, uint16 or uint32, little-endian
       shard-00000.index       where each document begins, and the end: int64 [documents + 1], little-endian
+      shard-00000.hashes      a hash of each document's ids, to find copies: uint64 [documents], little-endian
 
 One file describes all shards, so that opening thousands of them costs one read. Its content hash covers
 everything that decides which tokens are read, and nothing else: the same texts tokenised elsewhere, or after
-an interruption, have the same hash, and so the same order of samples.
+an interruption, have the same hash, and so the same order of samples. What follows from the tokens is not in it:
+corpora from before it was kept are the same corpora.
 """
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,11 +22,16 @@ from typing import Any
 
 import numpy as np
 
+from data.edges import InputError, edge
+from data.files import write_atomically
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 INDEX_DTYPE = np.dtype("<i8")
+HASH_DTYPE = np.dtype("<u8")
+REMEDY = "tokenise again"
 
 
 def dtype_name(vocab_size: int) -> str:
@@ -53,7 +59,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard. ``bytes`` is the size of its token file, ``max_id`` the largest id in it."""
+    """One shard. ``bytes`` is the size of its token file, ``max_id`` the largest id in it, ``hashes_sha256`` empty if
+    the documents' hashes were not kept."""
 
     name: str
     tokens: int
@@ -62,6 +69,7 @@ class Shard:
     max_id: int
     tokens_sha256: str
     index_sha256: str
+    hashes_sha256: str = ""
 
     @property
     def tokens_file(self) -> str:
@@ -72,8 +80,16 @@ class Shard:
         return f"{self.name}.index"
 
     @property
+    def hashes_file(self) -> str:
+        return f"{self.name}.hashes"
+
+    @property
     def index_bytes(self) -> int:
         return (self.documents + 1) * INDEX_DTYPE.itemsize
+
+    @property
+    def hashes_bytes(self) -> int:
+        return self.documents * HASH_DTYPE.itemsize
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,7 @@ class Manifest:
     vocab_size: largest id of the tokenizer, added tokens included, plus one.
     eos_id: the token that ends every document; None if none was appended.
     made_from: inputs and options, for people and for a repeated command; not part of the content hash.
+    copies: documents that are equal to an earlier one; None if the documents' hashes were not kept.
     """
 
     tokenizer_sha256: str
@@ -94,6 +111,7 @@ class Manifest:
     counts: Counts
     format: int = FORMAT
     made_from: dict[str, Any] = field(default_factory=dict)
+    copies: int | None = None
 
     @cached_property
     def tokens(self) -> int:
@@ -107,9 +125,11 @@ class Manifest:
 
     @cached_property
     def content_hash(self) -> str:
-        """Hash over everything but ``made_from``, 32 hex digits."""
+        """Hash over everything but ``made_from`` and what follows from the rest, 32 hex digits."""
         content = asdict(self) | {"tokens": self.tokens, "documents": self.documents}
-        del content["made_from"]
+        del content["made_from"], content["copies"]
+        for shard in content["shards"]:
+            del shard["hashes_sha256"]
         return hashlib.blake2b(canonical(content), digest_size=16).hexdigest()
 
     def write(self, folder: Path) -> None:
@@ -122,54 +142,53 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished corpus.
 
     Raises:
-        ValueError: there is none, or it is of another format, or altered.
+        InputError: there is none, or it is of another format, or altered.
     """
     path = folder / MANIFEST
     try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(
             f"{folder}: has no {MANIFEST}, so it is not a finished tokenised corpus; make it with "
             "python -m data.tokenize, or run the same command again to finish it"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"{path}: must be JSON ({error}); tokenise again") from None
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        found = raw.get("format") if isinstance(raw, dict) else None
-        raise ValueError(f"{path}: format={found}: must be {FORMAT}; tokenise again")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); make it readable for this user") from None
+    with edge(f"{path}: must be JSON and a manifest of format {FORMAT}", remedy=REMEDY):
+        manifest = _parse(json.loads(content), path)
+        known = manifest.dtype in DTYPES
+        largest = int(manifest.vocab_size) - 1
+    if not known:
+        raise InputError(f"{path}: dtype={manifest.dtype}: must be one of {', '.join(DTYPES)}; {REMEDY}")
+    if largest > np.iinfo(DTYPES[manifest.dtype]).max:
+        raise InputError(
+            f"{path}: vocab_size={manifest.vocab_size}: its ids do not fit dtype={manifest.dtype}, so the tokens are "
+            f"not its tokenizer's; {REMEDY}"
+        )
+    return manifest
+
+
+def _parse(raw: Any, path: Path) -> Manifest:
+    """A manifest from its JSON.
+
+    Raises:
+        InputError: it is of another format or altered; anything, if it is no manifest at all.
+    """
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if found != FORMAT:
+        raise InputError(f"{path}: format={found}: must be {FORMAT}; {REMEDY}")
     expected = raw.pop("content_hash", None)
     totals = raw.pop("tokens", None), raw.pop("documents", None)
-    try:
-        shards = tuple(Shard(**shard) for shard in raw.pop("shards"))
-        manifest = Manifest(shards=shards, counts=Counts(**raw.pop("counts")), **raw)
-        intact = (manifest.content_hash, (manifest.tokens, manifest.documents)) == (expected, totals)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: is not a manifest of format {FORMAT} ({error}); tokenise again") from None
-    if not intact:
-        raise ValueError(f"{path}: content_hash={expected}: does not match the content; tokenise again")
-    if manifest.dtype not in DTYPES:
-        raise ValueError(f"{path}: dtype={manifest.dtype}: must be one of {', '.join(DTYPES)}; tokenise again")
-    if manifest.vocab_size - 1 > np.iinfo(DTYPES[manifest.dtype]).max:
-        raise ValueError(
-            f"{path}: vocab_size={manifest.vocab_size}: its ids do not fit dtype={manifest.dtype}, so the tokens are "
-            "not its tokenizer's; tokenise again"
-        )
+    shards = tuple(Shard(**shard) for shard in raw.pop("shards"))
+    manifest = Manifest(shards=shards, counts=Counts(**raw.pop("counts")), **raw)
+    if (manifest.content_hash, (manifest.tokens, manifest.documents)) != (expected, totals):
+        raise InputError(f"{path}: content_hash={expected}: does not match the content; {REMEDY}")
     return manifest
 
 
 def canonical(value: Any) -> bytes:
     """JSON bytes that depend on the value alone."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all, even if the machine stops."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def sha256_file(path: Path) -> str:

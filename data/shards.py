@@ -1,7 +1,6 @@
-"""Writing shards: documents in, two files and their record out, whole or not at all."""
+"""Writing shards: documents in, three files and their record out, whole or not at all."""
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from data.manifest import DTYPES, INDEX_DTYPE, Counts, Shard, dtype_name
+from data.files import write_atomically
+from data.manifest import DTYPES, HASH_DTYPE, INDEX_DTYPE, Counts, Shard, dtype_name
 from data.tokenizer import eos_id_of, load_tokenizer, vocab_size_of
 
 BATCH_CHARACTERS = 2**20
 """Text that is encoded at once."""
-REPLACEMENT = "\ufffd"
-_SURROGATES = dict.fromkeys(range(0xD800, 0xE000), REPLACEMENT)
 
 
 @dataclass(frozen=True)
@@ -29,24 +27,6 @@ class Document:
 
     text: str | None
     replaced: bool = False
-
-
-def decode_text(raw: bytes) -> tuple[str, bool]:
-    """(text, whether invalid UTF-8 was replaced); a byte order mark is dropped."""
-    raw = raw.removeprefix(b"\xef\xbb\xbf")
-    try:
-        return raw.decode("utf-8"), False
-    except UnicodeDecodeError:
-        return raw.decode("utf-8", errors="replace"), True
-
-
-def clean_text(text: str) -> tuple[str, bool]:
-    """(text, whether lone surrogates were replaced): JSON can spell half a character, UTF-8 cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return text.translate(_SURROGATES), True
-    return text, False
 
 
 @dataclass(frozen=True)
@@ -68,7 +48,15 @@ class Encoder:
         Raises:
             ValueError: it cannot be read, or has no end-of-text token to append, or too many ids.
         """
-        tokenizer = load_tokenizer(path)
+        return cls._of(load_tokenizer(path), append_eos=append_eos, eos_token=eos_token)
+
+    @classmethod
+    def parse(cls, text: str, *, append_eos: bool, eos_token: str | None = None) -> "Encoder":
+        """From the text of a ``tokenizer.json``; raises as `load` does."""
+        return cls._of(Tokenizer.from_str(text), append_eos=append_eos, eos_token=eos_token)
+
+    @classmethod
+    def _of(cls, tokenizer: Tokenizer, *, append_eos: bool, eos_token: str | None) -> "Encoder":
         vocab_size = vocab_size_of(tokenizer)
         eos_id = eos_id_of(tokenizer, eos_token) if append_eos else None
         return cls(tokenizer, vocab_size, dtype_name(vocab_size), eos_id)
@@ -118,6 +106,7 @@ def save_shard(folder: Path, name: str, pieces: Sequence[NDArray[np.unsignedinte
     assert all(len(piece) for piece in pieces), name
     tokens = np.concatenate(pieces)
     offsets = np.cumsum([0, *(len(piece) for piece in pieces)], dtype=INDEX_DTYPE)
+    hashes = document_hashes(tokens, offsets)
     shard = Shard(
         name=name,
         tokens=len(tokens),
@@ -126,10 +115,25 @@ def save_shard(folder: Path, name: str, pieces: Sequence[NDArray[np.unsignedinte
         max_id=int(tokens.max()),
         tokens_sha256=hashlib.sha256(tokens.data).hexdigest(),
         index_sha256=hashlib.sha256(offsets.data).hexdigest(),
+        hashes_sha256=hashlib.sha256(hashes.data).hexdigest(),
     )
-    _publish(folder / shard.tokens_file, tokens)
-    _publish(folder / shard.index_file, offsets)
+    write_atomically(folder / shard.tokens_file, tokens.data)
+    write_atomically(folder / shard.index_file, offsets.data)
+    write_atomically(folder / shard.hashes_file, hashes.data)
     return shard
+
+
+def document_hashes(tokens: NDArray[np.unsignedinteger], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A hash of each document's ids, uint64 [documents]: equal for copies, else different but for one chance in 2^64.
+
+    Args:
+        tokens: of a shard.
+        offsets: where each document begins, and the end.
+    """
+    raw, width = tokens.data.cast("B"), tokens.itemsize
+    edges = (offsets * width).tolist()
+    digests = (hashlib.blake2b(raw[start:stop], digest_size=8).digest() for start, stop in zip(edges, edges[1:]))
+    return np.frombuffer(b"".join(digests), dtype=HASH_DTYPE)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -144,13 +148,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _publish(path: Path, array: NDArray) -> None:
-    """Write a file that is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(array.data)  # not tofile, whose error does not say why
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

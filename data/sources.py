@@ -7,18 +7,23 @@
     .parquet                   a row
     hub:NAME[:CONFIG][:SPLIT]  a row           (Hugging Face hub, through the `datasets` library)
 
-Nothing is read in order to plan: a unit is a list of whole files, stretches of bytes of line-based files and row
-groups of columnar ones, of about the same size. A line belongs to the stretch that it begins in.
+Of each file only the first bytes are read in order to plan: a unit is a list of whole files, stretches of bytes of
+line-based files and row groups of columnar ones, of about the same size. A line belongs to the stretch that it begins
+in. A compressed file, or one whose encoding has no byte for a line feed, is not cut. What a folder holds and no unit
+has is counted.
 """
 
-import json
+import glob
 import os
+import stat
+import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import PurePath
 
-from data.shards import REPLACEMENT, Document, clean_text, decode_text
+from data.edges import InputError, edge, place_error, reason
+from data.encoded import SUFFIXES, NotText, compression_of, judge, splits_lines
+from data.readers import Piece, record_batches, row_groups
 
 _TEXT = (
     "txt text md rst tex html htm xml csv tsv yaml yml toml ini cfg sql sh py pyi c h cc cpp cxx hpp cu cuh java js "
@@ -30,23 +35,8 @@ ROW_KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet":
 HUB = "hub:"
 SHARED_UNITS, SHARED_BYTES = 16, 2**20
 """Small inputs are cut into about so many units, not below this size, so that several processes share them."""
-BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of one file.
-
-    kind: "text", "json" (whole files), "lines" (bytes ``start .. stop - 1``), "parquet" (row groups), "arrow"
-        (record batches).
-    size: bytes, for sharing out the work.
-    """
-
-    kind: str
-    path: str
-    start: int
-    stop: int
-    size: int
+UNPACKED = 4
+"""How many times larger compressed text is taken to be when units are planned."""
 
 
 @dataclass(frozen=True)
@@ -67,107 +57,266 @@ class Inputs:
 
     units: in order.
     files: (path, bytes, time of change in ns), to notice that an input has changed.
-    ignored: suffix to number of files in folders that are no text that is known.
+    left_out: what was found in folders and archives and is not read: a reason, how often, and the first path.
     """
 
     units: tuple[Unit, ...]
     files: tuple[tuple[str, int, int], ...]
-    ignored: dict[str, int]
+    left_out: dict[str, tuple[int, str]]
 
 
-def plan_inputs(sources: Sequence[str], *, unit_bytes: int, suffixes: Sequence[str] = ()) -> Inputs:
+@dataclass(frozen=True)
+class _File:
+    """A file, or a member of a zip archive, and what it is read as."""
+
+    kind: str
+    path: str
+    member: str = ""
+    member_bytes: int = 0
+    named: bool = False
+
+
+@dataclass
+class _Search:
+    """The files of a folder as they are found.
+
+    seen: (device, inode) of files and folders: a link may lead to one that is read, or back to where it is.
+    """
+
+    suffixes: frozenset[str]
+    left_out: dict[str, tuple[int, str]]
+    found: list[_File] = field(default_factory=list)
+    seen: set[tuple[int, int]] = field(default_factory=set)
+
+    def leave_out(self, why: str, path: str) -> None:
+        """Count what is not read."""
+        number, first = self.left_out.get(why, (0, path))
+        self.left_out[why] = number + 1, first
+
+
+def plan_inputs(
+    sources: Sequence[str], *, unit_bytes: int, suffixes: Sequence[str] = (), encoding: str | None = None
+) -> Inputs:
     """Find all files and cut them into units of about ``unit_bytes``, less if that makes few.
 
     Args:
         suffixes: read only these files of folders, an unknown one as text; by default all known kinds.
+        encoding: of text that is not UTF-8 and has no byte order mark.
 
     Raises:
-        ValueError: a source does not exist, cannot be loaded or has no file of a known kind.
+        InputError: a source does not exist, cannot be loaded, is not what it is read as, or has no file of known kind.
     """
-    kinds: list[str] = []
-    files: list[tuple[str, int, int]] = []
-    ignored: dict[str, int] = {}
+    left_out: dict[str, tuple[int, str]] = {}
+    wanted = frozenset(suffix.lower() for suffix in suffixes)
+    given: list[tuple[_File, str | None, str]] = []
+    status: dict[str, tuple[str, int, int]] = {}
     for source in sources:
-        found = _hub_files(source) if source.startswith(HUB) else _local_files(source, suffixes, ignored)
-        for kind, path in found:
-            status = os.stat(path)
-            kinds.append(kind)
-            files.append((path, status.st_size, status.st_mtime_ns))
-    total = sum(size for _, size, _ in files)
+        search = _Search(wanted, left_out)
+        _find(source, search)
+        for file in search.found:
+            try:
+                nature = judge(file.path, member=file.member, kind=file.kind, encoding=encoding)
+            except NotText:
+                if file.named or file.kind != "text":
+                    raise
+                search.leave_out("binary", file.path)
+                continue
+            given.append((file, nature.compression, nature.encoding))
+            if file.path not in status:
+                found = os.stat(file.path)
+                status[file.path] = file.path, found.st_size, found.st_mtime_ns
+    if not given:
+        raise InputError(f"--source: there is no text in {', '.join(sources)}; {_say(left_out)}name other sources")
+    total = sum(size for _, size, _ in status.values())
     unit_bytes = min(unit_bytes, max(SHARED_BYTES, total // SHARED_UNITS))
     pieces = [
         piece
-        for kind, (path, size, _) in zip(kinds, files)
-        for piece in _cut(kind, path, size=size, piece_bytes=unit_bytes)
+        for file, compression, name in given
+        for piece in _cut(file, compression, name, size=status[file.path][1], piece_bytes=unit_bytes)
     ]
-    return Inputs(tuple(_gather(pieces, unit_bytes=unit_bytes)), tuple(files), ignored)
+    return Inputs(tuple(_gather(pieces, unit_bytes=unit_bytes)), tuple(status.values()), left_out)
 
 
-def read_unit(unit: Unit, *, text_field: str) -> Iterator[Document]:
-    """The unit's documents in order.
+def say_left_out(left_out: dict[str, tuple[int, str]], *, most: int = 8) -> str:
+    """What was not read, the most frequent first: ``12 .png (as in a/b.png), 1 binary (x.txt)``."""
+    ordered = sorted(left_out.items(), key=lambda entry: -entry[1][0])
+    said = [f"{number} {why} ({'as in ' if number > 1 else ''}{first})" for why, (number, first) in ordered[:most]]
+    return ", ".join([*said, *(["..."] if len(ordered) > most else [])])
 
-    Raises:
-        ValueError: a malformed line or row, named by file and line.
-    """
-    readers = {"lines": _read_lines, "json": _read_json, "parquet": _read_parquet, "arrow": _read_arrow}
-    for piece in unit.pieces:
-        if piece.kind == "text":
-            yield Document(*decode_text(Path(piece.path).read_bytes()))
+
+def _say(left_out: dict[str, tuple[int, str]]) -> str:
+    return f"left out are {say_left_out(left_out)}; " if left_out else ""
+
+
+def _find(source: str, search: _Search) -> None:
+    """All files of a source."""
+    if source.startswith(HUB):
+        search.found += [_File("arrow", path, named=True) for path in _hub_files(source)]
+        return
+    if (problem := place_error("--source", source)) is not None:
+        raise InputError(problem)
+    path = os.path.expanduser(source)
+    with edge(f"--source={source}", remedy="name a file or folder that can be read"):
+        exists = os.path.lexists(path)
+    if not exists and glob.has_magic(path):
+        matches = sorted(glob.glob(path, recursive=True))
+        if not matches:
+            raise InputError(f"--source={source}: matches no file or folder; name others")
+        for match in matches:
+            _find_local(match, source, search)
+        return
+    _find_local(path, source, search)
+
+
+def _find_local(path: str, source: str, search: _Search) -> None:
+    """A file, or all files below a folder in the order of their names."""
+    with edge(f"--source={source}", remedy="name a file or folder that can be read"):
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            raise InputError(
+                f"--source={source}: is no file or folder; for a dataset of the hub, write {HUB}{source}"
+            ) from None
+    if stat.S_ISDIR(mode):
+        before = len(search.found)
+        _walk(path, search)
+        if len(search.found) == before:
+            raise InputError(
+                f"--source={source}: has no file of a kind that is read; {_say(search.left_out)}name other kinds with "
+                "--suffix"
+            )
+    elif stat.S_ISREG(mode):
+        _add(path, search, named=True)
+    else:
+        raise InputError(
+            f"--source={source}: is neither file nor folder but a {_special(mode)}; write it to a file first"
+        )
+
+
+def _walk(folder: str, search: _Search) -> None:
+    """Files of a folder, then its folders, each by name; linked folders too, but each folder once."""
+    with edge(folder, remedy="make it readable, or move it away"):
+        status = os.stat(folder)
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    search.seen.add(_identity(status))
+    folders = []
+    for entry in entries:
+        try:
+            mode = (status := entry.stat()).st_mode
+        except OSError as error:
+            # A link to nowhere, or to itself.
+            search.leave_out("broken links" if entry.is_symlink() else reason(error), entry.path)
+            continue
+        if entry.name.startswith("."):
+            search.leave_out("hidden folders" if stat.S_ISDIR(mode) else "hidden", entry.path)
+        elif stat.S_ISDIR(mode):
+            folders.append((entry.path, _identity(status)))
+        elif not stat.S_ISREG(mode):
+            search.leave_out("special files", entry.path)
+        elif _identity(status) in search.seen:
+            search.leave_out("files reached twice", entry.path)
         else:
-            yield from readers[piece.kind](piece, text_field)
+            search.seen.add(_identity(status))
+            _add(entry.path, search, named=False)
+    for path, identity in folders:
+        if identity in search.seen:
+            search.leave_out("folders reached twice", path)
+        else:
+            _walk(path, search)
 
 
-def _local_files(source: str, suffixes: Sequence[str], ignored: dict[str, int]) -> list[tuple[str, str]]:
-    """(kind, path) of a file, or of all files below a folder in the order of their names; counts the ignored."""
-    root = Path(source)
-    if root.is_file():
-        return [(ROW_KINDS.get(root.suffix.lower(), "text"), source)]
-    if not root.is_dir():
-        raise ValueError(f"--source={source}: is no file or folder; for a dataset of the hub, write {HUB}{source}")
-    wanted = frozenset(suffixes) or TEXT_SUFFIXES | ROW_KINDS.keys()
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            suffix = Path(name).suffix.lower()
-            if name.startswith("."):
-                continue
-            if suffix in wanted:
-                found.append((ROW_KINDS.get(suffix, "text"), os.path.join(folder, name)))
-            else:
-                ignored[suffix or name] = ignored.get(suffix or name, 0) + 1
-    if not found:
-        raise ValueError(f"--source={source}: has no file of a kind that is read; name other kinds with --suffix")
-    return found
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
-def _hub_files(source: str) -> list[tuple[str, str]]:
-    """("arrow", path) of the files that `datasets` keeps of a dataset of the hub."""
+def _special(mode: int) -> str:
+    return "named pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+
+
+def _add(path: str, search: _Search, *, named: bool) -> None:
+    """A file by its name; a zip archive by its members' names.
+
+    Args:
+        named: by the user: then a name of an unknown kind is read as text.
+    """
+    inner, suffix = _suffixes(path)
+    if suffix in search.suffixes:
+        named_kind: str | None = ROW_KINDS.get(inner, "text")
+    else:
+        named_kind = _kind(inner, search, named=named)
+    if suffix == ".zip" and (named or not search.suffixes or named_kind is not None):
+        _add_members(path, search)
+    elif named_kind is None:
+        search.leave_out(suffix or PurePath(path).name, path)
+    else:
+        search.found.append(_File(named_kind, path, named=named))
+
+
+def _add_members(path: str, search: _Search) -> None:
+    """The members of a zip archive that are of a known kind, in its own order."""
+    with edge(path, remedy="copy it again, or leave it out"):
+        if compression_of(path) != "zip":
+            raise NotText(f"{path}: is named like zip and is none; rename it or copy it again")
+        with zipfile.ZipFile(path) as archive:
+            members = [item for item in archive.infolist() if not item.is_dir()]
+    for item in members:
+        place = f"{path}:{item.filename}"
+        kind = _kind(PurePath(item.filename).suffix.lower(), search, named=False)
+        if item.flag_bits & 1:
+            raise NotText(f"{place}: is encrypted; unpack it first")
+        if any(part.startswith((".", "__MACOSX")) for part in PurePath(item.filename).parts):
+            search.leave_out("hidden", place)
+        elif kind is None or kind == "parquet":
+            search.leave_out(PurePath(item.filename).suffix.lower() or item.filename, place)
+        else:
+            search.found.append(_File(kind, path, item.filename, item.file_size))
+
+
+def _suffixes(path: str) -> tuple[str, str]:
+    """(suffix of what is inside, suffix of the file): .jsonl and .gz of a.jsonl.gz, twice the same of a plain file."""
+    name = PurePath(path)
+    suffix = name.suffix.lower()
+    return (PurePath(name.stem).suffix.lower() if suffix in SUFFIXES else suffix), suffix
+
+
+def _kind(suffix: str, search: _Search, *, named: bool) -> str | None:
+    """What a file with this suffix is read as; None if it is not read."""
+    known = suffix in search.suffixes if search.suffixes else suffix in TEXT_SUFFIXES or suffix in ROW_KINDS
+    return ROW_KINDS.get(suffix, "text") if named or known else None
+
+
+def _hub_files(source: str) -> list[str]:
+    """The files that `datasets` keeps of a dataset of the hub."""
     name, *rest = source.removeprefix(HUB).split(":")
-    if not name or len(rest) > 2:
-        raise ValueError(f"--source={source}: must be {HUB}NAME, {HUB}NAME:CONFIG or {HUB}NAME:CONFIG:SPLIT")
+    if not name or len(rest) > 2 or place_error("", source.removeprefix(HUB)) is not None:
+        raise InputError(f"--source={source}: must be {HUB}NAME, {HUB}NAME:CONFIG or {HUB}NAME:CONFIG:SPLIT")
     config, split = (rest[0] if rest else None) or None, rest[1] if len(rest) == 2 else "train"
-    import datasets  # slow, and needed for this alone
+    with edge(f"--source={source}", remedy="see whether name, configuration, split and network are right"):
+        import datasets  # slow, and needed for this alone
 
-    try:
         loaded = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"--source={source}: cannot be loaded ({_first_line(error)})") from error
-    return [("arrow", part["filename"]) for part in loaded.cache_files]
+        return [part["filename"] for part in loaded.cache_files]
 
 
-def _cut(kind: str, path: str, *, size: int, piece_bytes: int) -> list[Piece]:
+def _cut(file: _File, compression: str | None, encoding: str, *, size: int, piece_bytes: int) -> list[Piece]:
     """A file as pieces of at most about ``piece_bytes``, where its kind allows it."""
-    if kind in ("text", "json"):
-        return [Piece(kind, path, 0, size, size)]
-    if kind == "lines":
+
+    def piece(kind: str, start: int, stop: int, size: int) -> Piece:
+        return Piece(kind, file.path, start, stop, size, file.member, compression, encoding)
+
+    whole = size if compression is None else file.member_bytes or size * UNPACKED
+    if file.kind in ("text", "json"):
+        return [piece(file.kind, 0, size, whole)]
+    if file.kind == "lines":
+        if compression is not None or not splits_lines(encoding):
+            return [piece("stream", 0, size, whole)]
         edges = [*range(0, size, piece_bytes), size]
-        return [Piece(kind, path, start, stop, stop - start) for start, stop in zip(edges, edges[1:])]
-    parts = _row_groups(path) if kind == "parquet" else _record_batches(path)
+        return [piece("lines", start, stop, stop - start) for start, stop in zip(edges, edges[1:])]
+    parts = row_groups(file.path) if file.kind == "parquet" else record_batches(file.path)
     share = max(1, size // max(1, parts))
     together = max(1, piece_bytes // share)
     edges = [*range(0, parts, together), parts]
-    return [Piece(kind, path, start, stop, share * (stop - start)) for start, stop in zip(edges, edges[1:])]
+    return [piece(file.kind, start, stop, share * (stop - start)) for start, stop in zip(edges, edges[1:])]
 
 
 def _gather(pieces: Sequence[Piece], *, unit_bytes: int) -> Iterator[Unit]:
@@ -182,153 +331,3 @@ def _gather(pieces: Sequence[Piece], *, unit_bytes: int) -> Iterator[Unit]:
         size += piece.size
     if waiting:
         yield Unit(tuple(waiting))
-
-
-def _read_lines(piece: Piece, text_field: str) -> Iterator[Document]:
-    with open(piece.path, "rb") as file:
-        if piece.start > 0:
-            file.seek(piece.start - 1)
-            file.readline()
-        while (position := file.tell()) < piece.stop:
-            line = file.readline()
-            if not line.strip():
-                continue
-            text, replaced = decode_text(line.rstrip(b"\r\n"))
-            try:
-                yield _document(json.loads(text), text_field, replaced)
-            except ValueError as error:
-                problem = str(error)
-                if isinstance(error, json.JSONDecodeError):
-                    # msg is without json's own idea of the line.
-                    problem = (
-                        f"{error.msg}; JSON is read as one object a line, or a .json file as one list, and never as "
-                        "one object over several lines"
-                    )
-                raise ValueError(
-                    f"{piece.path}:{_line_number(piece.path, position)}: {problem}; repair or remove the line, "
-                    "or leave such files out with --suffix"
-                ) from None
-
-
-def _read_json(piece: Piece, text_field: str) -> Iterator[Document]:
-    raw = Path(piece.path).read_bytes().removeprefix(BOM)
-    if not raw.lstrip().startswith(b"["):
-        yield from _read_lines(piece, text_field)
-        return
-    text, replaced = decode_text(raw)
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{piece.path}:{error.lineno}: {error.msg}; repair the file or leave it out with --suffix"
-        ) from None
-    for index, row in enumerate(rows):
-        # Such a file is one value: an invalid byte is found before the row that it is in.
-        here = replaced and isinstance(row, dict) and REPLACEMENT in str(row.get(text_field))
-        try:
-            yield _document(row, text_field, here)
-        except ValueError as error:
-            raise ValueError(f"{piece.path}: element {index}: {error}; repair or remove it") from None
-
-
-def _document(row: Any, text_field: str, replaced: bool) -> Document:
-    """The document in a JSON value.
-
-    Raises:
-        ValueError: it is no object, or the field is no string; the caller knows the place.
-    """
-    if (problem := _row_problem(row, text_field)) is not None:
-        raise ValueError(problem)
-    if row.get(text_field) is None:
-        return Document(None)
-    text, had_surrogates = clean_text(row[text_field])
-    return Document(text, replaced or had_surrogates)
-
-
-def _row_problem(row: Any, text_field: str) -> str | None:
-    if not isinstance(row, dict):
-        return f"a row must be an object and is {type(row).__name__}"
-    if not isinstance(row.get(text_field), str | None):
-        return f"{text_field} must be a string and is {type(row[text_field]).__name__}"
-    return None
-
-
-def _read_parquet(piece: Piece, text_field: str) -> Iterator[Document]:
-    import pyarrow.parquet
-
-    file = pyarrow.parquet.ParquetFile(piece.path)
-    _check_column(file.schema_arrow, text_field, piece.path)
-    groups = list(range(piece.start, piece.stop))
-    for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=[text_field]):
-        yield from _column_documents(batch.column(0))
-
-
-def _read_arrow(piece: Piece, text_field: str) -> Iterator[Document]:
-    import pyarrow
-
-    with pyarrow.memory_map(piece.path) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
-        _check_column(stream.schema, text_field, piece.path)
-        for index, batch in enumerate(stream):
-            if index >= piece.stop:
-                return
-            if index >= piece.start:
-                yield from _column_documents(batch.column(text_field))
-
-
-def _column_documents(column: Any) -> Iterator[Document]:
-    """Documents of an Arrow column, taken as bytes: its strings may hold invalid UTF-8."""
-    import pyarrow
-
-    if pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    for raw in column.cast(pyarrow.large_binary()).to_pylist():
-        yield Document(None) if raw is None else Document(*decode_text(raw))
-
-
-def _check_column(schema: Any, text_field: str, path: str) -> None:
-    """
-    Raises:
-        ValueError: the file has no such column, or it is not of strings.
-    """
-    import pyarrow
-
-    if text_field not in schema.names:
-        raise ValueError(
-            f"{path}: has no column {text_field} but {', '.join(schema.names)}; choose one with --text-field"
-        )
-    found = schema.field(text_field).type
-    plain = found.value_type if pyarrow.types.is_dictionary(found) else found
-    if not (pyarrow.types.is_string(plain) or pyarrow.types.is_large_string(plain)):
-        raise ValueError(f"{path}: column {text_field} is {found}, and must be strings; choose another --text-field")
-
-
-def _row_groups(path: str) -> int:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(path).num_row_groups
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: is not a parquet file ({_first_line(error)}); copy it again") from None
-
-
-def _record_batches(path: str) -> int:
-    import pyarrow
-
-    with pyarrow.memory_map(path) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
-        return sum(1 for _ in stream)
-
-
-def _line_number(path: str, position: int) -> int:
-    """Number, from 1, of the line that begins at a byte; reads the file up to there, for error messages only."""
-    line = 1
-    with open(path, "rb") as file:
-        while position > 0 and (block := file.read(min(position, 2**20))):
-            line += block.count(b"\n")
-            position -= len(block)
-    return line
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

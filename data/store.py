@@ -1,19 +1,23 @@
 """A tokenised corpus on disk, read through memory maps.
 
 Opening reads the manifest and compares the files with it, a small corpus to the byte; a shard is mapped when its
-first token is wanted. Documents are numbered through all shards in the manifest's order, and their boundaries come from
-the index alone: an end-of-text id inside a document means nothing here.
+first token is wanted, and let go when many others have been since: a map holds a file descriptor, and a corpus has
+more shards than a process may have files. Documents are numbered through all shards in the manifest's order, and their
+boundaries come from the index alone: an end-of-text id inside a document means nothing here.
 """
 
-import math
+import resource
+from collections import OrderedDict
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.manifest import DTYPES, INDEX_DTYPE, TOKENIZER, Manifest, Shard, read_manifest, sha256_file
-from data.shuffle import make_key, permutation
+from data.edges import InputError, edge
+from data.manifest import DTYPES, HASH_DTYPE, INDEX_DTYPE, TOKENIZER, Manifest, Shard, read_manifest, sha256_file
+from data.shards import document_hashes
 
 VERIFY = ("auto", "size", "hash")
 HASH_BYTES = 2**30
@@ -23,6 +27,8 @@ SCAN_TOKENS = 4096
 """What the scan for foreign ids reads when a store is opened: so many tokens, evenly spread, of so many shards."""
 COUNT_SHARDS = 256
 """Most shards whose tokens are counted for the unigram entropy."""
+MOST_MAPS = 256
+"""Shards that all stores of a process keep mapped together, if its limit on open files is far above."""
 REMEDY = "copy it again, or remove its folder and make the corpus again"
 
 
@@ -34,34 +40,37 @@ class TokenStore:
         manifest: what it holds.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, *, maps: int) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._most_maps = maps
         self._dtype = DTYPES[manifest.dtype]
         self._documents_before = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
         self._lengths: NDArray[np.int64] | None = None
-        self._tokens: dict[int, NDArray[np.unsignedinteger]] = {}
+        self._tokens: OrderedDict[int, NDArray[np.unsignedinteger]] = OrderedDict()
         self._offsets: dict[int, NDArray[np.int64]] = {}
 
     @classmethod
-    def open(cls, folder: Path | str, *, verify: str = "auto", vocab_size: int | None = None) -> "TokenStore":
+    def open(
+        cls, folder: Path | str, *, verify: str = "auto", vocab_size: int | None = None, stores: int = 1
+    ) -> "TokenStore":
         """Open a finished corpus.
 
         Args:
             verify: "size" compares every shard's size; "hash" also its SHA-256, reading it all; "auto" is "hash" for
                 a corpus of at most `HASH_BYTES`. The tokenizer's SHA-256 is always compared.
             vocab_size: the model's, at least the tokenizer's, which is the default.
+            stores: that are open in this process, and share its files.
 
         Raises:
-            ValueError: not a corpus; a file that is missing, truncated or altered; an id beyond the vocabulary.
+            InputError: not a corpus; a file that is missing, truncated or altered; an id beyond the vocabulary.
         """
         if verify not in VERIFY:
-            raise ValueError(f"data.verify={verify}: must be one of {', '.join(VERIFY)}")
-        store = cls(Path(folder), read_manifest(Path(folder)))
+            raise InputError(f"data.verify={verify}: must be one of {', '.join(VERIFY)}")
+        store = cls(Path(folder), read_manifest(Path(folder)), maps=max(1, _maps_of_process() // stores))
         _check_hash(store.tokenizer_file, store.manifest.tokenizer_sha256)
         shards = store.manifest.shards
-        size = sum(shard.bytes + shard.index_bytes for shard in shards)
-        hashes = verify == "hash" or (verify == "auto" and size <= HASH_BYTES)
+        hashes = verify == "hash" or (verify == "auto" and store.size <= HASH_BYTES)
         for shard in shards:
             _check_files(store.folder, shard, itemsize=store._dtype.itemsize, hashes=hashes)
         store.check_ids(store.manifest.vocab_size if vocab_size is None else vocab_size)
@@ -78,6 +87,11 @@ class TokenStore:
         return self.manifest.tokens
 
     @property
+    def size(self) -> int:
+        """Bytes of all tokens and indices."""
+        return sum(shard.bytes + shard.index_bytes for shard in self.manifest.shards)
+
+    @property
     def tokenizer_file(self) -> Path:
         """The tokenizer that made the ids."""
         return self.folder / TOKENIZER
@@ -88,6 +102,25 @@ class TokenStore:
             lengths = [np.diff(self.shard_offsets(shard)) for shard in range(len(self.manifest.shards))]
             self._lengths = np.concatenate([np.empty(0, dtype=np.int64), *lengths])
         return self._lengths
+
+    def document_hashes(self) -> NDArray[np.uint64] | None:
+        """A hash of each document's ids, uint64 [num_documents], equal for copies.
+
+        A corpus from before they were kept is read for them, or gives None if that would take long.
+
+        Raises:
+            InputError: they were altered.
+        """
+        shards = self.manifest.shards
+        if all(shard.hashes_sha256 for shard in shards):
+            return np.concatenate(
+                [self._read(shard.hashes_file, shard.hashes_sha256, HASH_DTYPE) for shard in shards]
+            ).astype(np.uint64, copy=False)
+        if self.size > HASH_BYTES:
+            return None
+        return np.concatenate(
+            [document_hashes(self.shard_tokens(shard), self.shard_offsets(shard)) for shard in range(len(shards))]
+        )
 
     def locate(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(shard, first token inside that shard) of each document, int64 like ``documents``."""
@@ -115,28 +148,45 @@ class TokenStore:
         return self.shard_tokens(shard)[first:last][start:stop]
 
     def shard_tokens(self, shard: int) -> NDArray[np.unsignedinteger]:
-        """All tokens of a shard, mapped at the first call."""
-        if shard not in self._tokens:
+        """All tokens of a shard, mapped unless it still is."""
+        if (tokens := self._tokens.pop(shard, None)) is None:
             path = self.folder / self.manifest.shards[shard].tokens_file
-            # A plain array over the map: slicing np.memmap itself is several times slower.
-            self._tokens[shard] = np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
-        return self._tokens[shard]
+            with edge(path, remedy=REMEDY):
+                # A plain array over the map: slicing np.memmap itself is several times slower.
+                tokens = np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
+            while len(self._tokens) >= self._most_maps:
+                self._tokens.popitem(last=False)
+        self._tokens[shard] = tokens
+        return tokens
 
     def shard_offsets(self, shard: int) -> NDArray[np.int64]:
         """Where each document of a shard begins, and the end, int64 [documents + 1]; read at the first call.
 
         Raises:
-            ValueError: the index contradicts the manifest.
+            InputError: the index was altered.
         """
         if shard not in self._offsets:
             record = self.manifest.shards[shard]
-            offsets = np.fromfile(self.folder / record.index_file, dtype=INDEX_DTYPE)
-            if offsets[0] != 0 or offsets[-1] != record.tokens or (np.diff(offsets) <= 0).any():
-                raise ValueError(
+            offsets = self._read(record.index_file, record.index_sha256, INDEX_DTYPE)
+            if not len(offsets) or offsets[0] != 0 or offsets[-1] != record.tokens or (np.diff(offsets) <= 0).any():
+                raise InputError(
                     f"{self.folder / record.index_file}: must rise from 0 to {record.tokens}; it was altered; {REMEDY}"
                 )
             self._offsets[shard] = offsets.astype(np.int64, copy=False)
         return self._offsets[shard]
+
+    def _read(self, name: str, digest: str, dtype: np.dtype) -> NDArray:
+        """A small file of a shard, of one number per document; all of it is read, so all of it is checked.
+
+        Raises:
+            InputError: it cannot be read or was altered.
+        """
+        path = self.folder / name
+        with edge(path, remedy=REMEDY):
+            content = path.read_bytes()
+            if sha256(content).hexdigest() != digest:
+                raise InputError(f"{path}: its SHA-256 is not the manifest's, so it was altered; {REMEDY}")
+            return np.frombuffer(content, dtype=dtype)
 
     def check_ids(self, vocab_size: int) -> None:
         """Refuse ids that the tokenizer lacks or the model has no embedding for, by manifest and by a sampled scan.
@@ -145,10 +195,10 @@ class TokenStore:
             vocab_size: the model's.
 
         Raises:
-            ValueError: an id, or the tokenizer's vocabulary, is too large.
+            InputError: an id, or the tokenizer's vocabulary, is too large.
         """
         if self.manifest.vocab_size > vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"{self.folder}: its tokenizer has {self.manifest.vocab_size} ids, which must fit into "
                 f"model.vocab_size={vocab_size}; raise that or tokenise with a smaller vocabulary"
             )
@@ -161,7 +211,7 @@ class TokenStore:
         """How often each id occurs, int64 [vocab_size]; in a sample spread over all shards if there are more tokens.
 
         Raises:
-            ValueError: an id is too large.
+            InputError: an id is too large.
         """
         shards = max(1, min(COUNT_SHARDS, len(self.manifest.shards)))
         counts = np.zeros(self.manifest.vocab_size, dtype=np.int64)
@@ -173,10 +223,10 @@ class TokenStore:
     def _check_id(self, shard: int, largest: int) -> None:
         """
         Raises:
-            ValueError: the largest id of a shard, or of a sample of it, is beyond the tokenizer's vocabulary.
+            InputError: the largest id of a shard, or of a sample of it, is beyond the tokenizer's vocabulary.
         """
         if largest >= self.manifest.vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"{self.folder / self.manifest.shards[shard].tokens_file}: has the id {largest}, which must be below "
                 f"{self.manifest.vocab_size}, the tokenizer's vocabulary; it was altered; {REMEDY}"
             )
@@ -199,54 +249,32 @@ def unigram_entropy(counts: NDArray[np.int64] | NDArray[np.float64]) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def split_documents(n: int, *, fraction: float, key: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(training, validation) document indices, each int64 and rising; together every index once.
-
-    A document's side depends on the key (of manifest and seed) and its index, never on who asks.
-
-    Args:
-        n: documents.
-        fraction: of the documents that are held out, rounded, but at least one; 0 holds out none.
-        key: from `make_key`.
-
-    Raises:
-        ValueError: a side would be empty.
-    """
-    if not 0 <= fraction < 1:
-        raise ValueError(f"data.validation_fraction={fraction}: must be at least 0 and below 1")
-    if fraction == 0:
-        return np.arange(n), np.empty(0, dtype=np.int64)
-    if n < 2:
-        raise ValueError(
-            f"data.validation_fraction={fraction}: {n} document(s) cannot be split in two; add documents or "
-            "set data.validation_fraction=0 evaluate.every=0"
-        )
-    held_out = min(n - 1, max(1, math.floor(fraction * n + 0.5)))
-    order = permutation(n, key=make_key("split", key))
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
-
-
 def _check_files(folder: Path, shard: Shard, *, itemsize: int, hashes: bool) -> None:
     """Compare a shard's two files with its record.
 
     Raises:
-        ValueError: naming the file.
+        InputError: naming the file.
     """
     if shard.bytes != shard.tokens * itemsize:
-        raise ValueError(
+        raise InputError(
             f"{folder / shard.tokens_file}: {shard.bytes} bytes for {shard.tokens} tokens of {itemsize} bytes; {REMEDY}"
         )
     for name, size, digest in (
         (shard.tokens_file, shard.bytes, shard.tokens_sha256),
         (shard.index_file, shard.index_bytes, shard.index_sha256),
+        (shard.hashes_file, shard.hashes_bytes, shard.hashes_sha256),
     ):
+        if not digest:
+            continue
         path = folder / name
         try:
             found = path.stat().st_size
         except FileNotFoundError:
-            raise ValueError(f"{path}: is missing; {REMEDY}") from None
+            raise InputError(f"{path}: is missing; {REMEDY}") from None
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror}); {REMEDY}") from None
         if found != size:
-            raise ValueError(f"{path}: is {found} bytes and must be {size}, so it is truncated or altered; {REMEDY}")
+            raise InputError(f"{path}: is {found} bytes and must be {size}, so it is truncated or altered; {REMEDY}")
         if hashes:
             _check_hash(path, digest)
 
@@ -255,13 +283,19 @@ def _check_hash(path: Path, digest: str) -> None:
     """Compare a file's SHA-256 with the manifest's.
 
     Raises:
-        ValueError: naming the file.
+        InputError: naming the file.
     """
     try:
         found = sha256_file(path)
     except FileNotFoundError:
-        raise ValueError(f"{path}: is missing; {REMEDY}") from None
+        raise InputError(f"{path}: is missing; {REMEDY}") from None
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror or error}); {REMEDY}") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); {REMEDY}") from None
     if found != digest:
-        raise ValueError(f"{path}: its SHA-256 is not the manifest's, so it was altered; {REMEDY}")
+        raise InputError(f"{path}: its SHA-256 is not the manifest's, so it was altered; {REMEDY}")
+
+
+def _maps_of_process() -> int:
+    """How many shards a process may keep mapped: a quarter of its limit on open files is far from all of it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_MAPS if soft == resource.RLIM_INFINITY else max(1, min(MOST_MAPS, soft // 4))

@@ -10,7 +10,7 @@ the same manifest, to the byte, however often the command was interrupted and ho
 """
 
 import argparse
-import fcntl
+import codecs
 import json
 import multiprocessing
 import os
@@ -18,21 +18,27 @@ import shutil
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from data.cpus import usable_cpus
+from data.edges import InputError, edge, place_error
+from data.files import Held, StorageWarning, locked, remove, write_atomically
 from data.manifest import (
     FORMAT,
+    HASH_DTYPE,
     MANIFEST,
     TOKENIZER,
     Counts,
@@ -41,12 +47,12 @@ from data.manifest import (
     canonical,
     read_manifest,
     sha256_file,
-    write_atomically,
 )
-from data.shards import Encoder, write_shard
-from data.sources import Inputs, Unit, plan_inputs, read_unit
+from data.readers import read_piece
+from data.shards import Document, Encoder, write_shard
+from data.sources import Inputs, Unit, plan_inputs, say_left_out
 from data.store import TokenStore
-from data.tokenizer import MIN_VOCAB_SIZE, train_bpe
+from data.tokenizer import MIN_VOCAB_SIZE, read_tokenizer, train_bpe
 
 BYTES_PER_TOKEN = 4
 """How much text is taken to give one token when shards are planned; their true sizes follow the text."""
@@ -60,9 +66,10 @@ PLAN = "plan.json"
 class Options:
     """What a corpus is made with.
 
-    tokenizer: a ``tokenizer.json``; None trains one.
+    tokenizer: a ``tokenizer.json``, a ``tiktoken.model``, a folder with one or a name on the hub; None trains one.
     train_vocab_size: of the tokenizer that is trained.
     suffixes: of the files that are read in folders; all known kinds if there are none.
+    encoding: of text that is not UTF-8 and has no byte order mark; None refuses such text.
     """
 
     sources: tuple[str, ...]
@@ -73,6 +80,7 @@ class Options:
     eos_token: str | None = None
     shard_tokens: int = 2**22
     suffixes: tuple[str, ...] = ()
+    encoding: str | None = None
 
     def errors(self) -> list[str]:
         """Every problem, one line each."""
@@ -91,7 +99,19 @@ class Options:
         found += [f"--suffix={suffix}: must begin with a dot" for suffix in self.suffixes if suffix[:1] != "."]
         if self.shard_tokens < 1:
             found.append(f"--shard-tokens={self.shard_tokens}: must be at least 1")
+        if not self.text_field:
+            found.append("--text-field: is empty; name a field, such as text")
+        if self.encoding is not None and not _is_text_encoding(self.encoding):
+            found.append(f"--encoding={self.encoding}: is not known; name one of Python's, such as latin-1 or gb18030")
         return found
+
+
+def _is_text_encoding(name: str) -> bool:
+    """Whether Python has it: base64 and the like are codecs too."""
+    try:
+        return codecs.lookup(name).name != "undefined" and isinstance("\n".encode(name), bytes)
+    except (LookupError, ValueError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -115,65 +135,117 @@ def tokenize(options: Options, out: Path, *, workers: int = 1, console: Console 
         console: where progress is shown; nowhere by default.
 
     Raises:
-        ValueError: options or inputs are unusable, ``out`` holds or is becoming another corpus, or no document is
+        InputError: options or inputs are unusable, ``out`` holds or is becoming another corpus, or no document is
             left. Shards that are finished stay, for the same command to go on with.
     """
-    if problems := [*options.errors(), *([f"--workers={workers}: must be at least 1"] if workers < 1 else [])]:
-        raise ValueError("\n".join(problems))
-    if options.tokenizer is not None:
-        Encoder.load(Path(options.tokenizer), append_eos=options.append_eos, eos_token=options.eos_token)
-    inputs = plan_inputs(options.sources, unit_bytes=options.shard_tokens * BYTES_PER_TOKEN, suffixes=options.suffixes)
+    problems = [*options.errors(), *([f"--workers={workers}: must be at least 1"] if workers < 1 else [])]
+    if (problem := place_error("--out", out)) is not None:
+        problems.append(problem)
+    if problems:
+        raise InputError("\n".join(problems))
+    tokenizer = None if options.tokenizer is None else read_tokenizer(options.tokenizer)
+    if tokenizer is not None:
+        Encoder.parse(tokenizer, append_eos=options.append_eos, eos_token=options.eos_token)
+    inputs = plan_inputs(
+        options.sources,
+        unit_bytes=options.shard_tokens * BYTES_PER_TOKEN,
+        suffixes=options.suffixes,
+        encoding=options.encoding,
+    )
     console = console or Console(quiet=True)
-    if inputs.ignored:
-        most = sorted(inputs.ignored.items(), key=lambda kind: -kind[1])
-        kinds = ", ".join(f"{number} {kind}" for kind, number in most[:8])
-        console.print(f"ignored files: {kinds}{', ...' if len(most) > 8 else ''}")
-    plan = _plan(options, inputs)
+    if inputs.left_out:
+        console.print(f"left out: {say_left_out(inputs.left_out)}", soft_wrap=True, markup=False)
+    plan = _plan(options, inputs, tokenizer)
     unfinished = out / UNFINISHED
     if (out / MANIFEST).exists():
         _check_plan(read_manifest(out).made_from, plan, out)
         shutil.rmtree(unfinished, ignore_errors=True)
         return TokenStore.open(out).manifest
+    before = out.exists()
     unfinished.mkdir(parents=True, exist_ok=True)
     with _only_writer(unfinished / "lock", out):
-        if (unfinished / PLAN).exists():
-            _check_plan(json.loads((unfinished / PLAN).read_text()), plan, out)
-        for leftover in [*out.glob(".*.partial"), *unfinished.glob(".*.partial")]:
-            leftover.unlink(missing_ok=True)
-        write_atomically(unfinished / PLAN, json.dumps(plan, indent=1).encode())
-        _provide_tokenizer(options, inputs, out)
-        jobs = [
-            Job(out, f"shard-{number:05d}", unit, options.text_field, options.append_eos, options.eos_token)
-            for number, unit in enumerate(inputs.units)
-        ]
-        _run(jobs, workers=workers, console=console)
-        manifest = _finish(jobs, options, plan, out)
-    shutil.rmtree(unfinished)
+        try:
+            _begin(plan, out)
+            _provide_tokenizer(options, inputs, tokenizer, out)
+            jobs = [
+                Job(out, f"shard-{number:05d}", unit, options.text_field, options.append_eos, options.eos_token)
+                for number, unit in enumerate(inputs.units)
+            ]
+            _run(jobs, workers=workers, console=console)
+            manifest = _finish(jobs, options, plan, out)
+        except BaseException:
+            if not _has_shards(unfinished):
+                _vacate(out, before=before)
+            raise
+    shutil.rmtree(unfinished, ignore_errors=True)
     return manifest
 
 
-def _plan(options: Options, inputs: Inputs) -> dict[str, Any]:
-    """Everything that decides the corpus, in a few comparable values."""
-    tokenizer = f"train {options.train_vocab_size}"
-    if options.tokenizer is not None:
-        tokenizer = sha256_file(Path(options.tokenizer))
-    return {
+def _begin(plan: dict[str, Any], out: Path) -> None:
+    """Take the folder for this plan; a plan that came to no shard does not keep it.
+
+    Raises:
+        InputError: it holds shards of another one.
+    """
+    path = out / UNFINISHED / PLAN
+    if path.exists():
+        with edge(path, remedy=f"remove {out} and begin anew"):
+            found = json.loads(path.read_bytes())
+        if found != plan and not _has_shards(out / UNFINISHED):
+            _vacate(out, before=True)
+        else:
+            _check_plan(found, plan, out)
+    for leftover in [*out.glob(".*.partial"), *(out / UNFINISHED).glob(".*.partial")]:
+        remove(leftover)
+    write_atomically(path, json.dumps(plan, indent=1).encode())
+
+
+def _has_shards(unfinished: Path) -> bool:
+    """Whether any finished shard is recorded that holds a document."""
+    for record in unfinished.glob("shard-*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            if json.loads(record.read_bytes())["shard"] is not None:
+                return True
+    return False
+
+
+def _vacate(out: Path, *, before: bool) -> None:
+    """Remove what a tokenisation that came to no shard has left: its plan, records and tokenizer; never fatal.
+
+    Args:
+        before: the folder was there before; it stays, even if it is empty.
+    """
+    for path in [*(out / UNFINISHED).glob("*.json"), *out.glob("shard-*"), out / TOKENIZER]:
+        remove(path)
+    if not before:
+        remove(out / UNFINISHED / "lock")
+        with suppress(OSError):
+            (out / UNFINISHED).rmdir()
+            out.rmdir()
+
+
+def _plan(options: Options, inputs: Inputs, tokenizer: str | None) -> dict[str, Any]:
+    """Everything that decides the corpus, in a few comparable values; None is what an older plan does not have."""
+    trained = f"train {options.train_vocab_size}"
+    plan = {
         "format": FORMAT,
         "sources": list(options.sources),
         "inputs": blake2b(canonical(inputs.files), digest_size=16).hexdigest(),
-        "tokenizer": tokenizer,
+        "tokenizer": trained if tokenizer is None else sha256(tokenizer.encode()).hexdigest(),
         "text_field": options.text_field,
         "append_eos": options.append_eos,
         "eos_token": options.eos_token,
         "shard_tokens": options.shard_tokens,
         "suffixes": list(options.suffixes),
+        "encoding": options.encoding,
     }
+    return {name: value for name, value in plan.items() if value is not None}
 
 
 def _check_plan(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
     """
     Raises:
-        ValueError: naming what differs.
+        InputError: naming what differs.
     """
     different = [
         f"{name}: {before.get(name)} -> {now.get(name)}"
@@ -181,17 +253,17 @@ def _check_plan(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
         if before.get(name) != now.get(name)
     ]
     if different:
-        raise ValueError(
+        raise InputError(
             f"--out={out}: was made from other inputs or options ({'; '.join(different)}); "
             "choose another folder, or remove this one"
         )
 
 
-def _provide_tokenizer(options: Options, inputs: Inputs, out: Path) -> None:
-    """Put the tokenizer into the corpus' folder: a copy, or one trained now unless an earlier try has done so."""
+def _provide_tokenizer(options: Options, inputs: Inputs, tokenizer: str | None, out: Path) -> None:
+    """Put the tokenizer into the corpus' folder: the given one, or one trained now unless an earlier try did that."""
     target = out / TOKENIZER
-    if options.tokenizer is not None:
-        write_atomically(target, Path(options.tokenizer).read_bytes())
+    if tokenizer is not None:
+        write_atomically(target, tokenizer.encode())
     elif not target.exists():
         assert options.train_vocab_size is not None
         texts = _training_texts(inputs.units, text_field=options.text_field)
@@ -204,12 +276,18 @@ def _training_texts(units: Sequence[Unit], *, text_field: str) -> Iterator[str]:
     chosen = units[::every]
     for unit in chosen:
         left = TRAINING_BYTES // len(chosen)
-        for document in read_unit(unit, text_field=text_field):
+        for document in _documents(unit, text_field=text_field):
             if left <= 0:
                 break
             text = (document.text or "")[:left]
             left -= len(text)
             yield text
+
+
+def _documents(unit: Unit, *, text_field: str) -> Iterator[Document]:
+    """The unit's documents in order."""
+    for piece in unit.pieces:
+        yield from read_piece(piece, text_field=text_field)
 
 
 def _run(jobs: Sequence[Job], *, workers: int, console: Console) -> None:
@@ -234,7 +312,7 @@ def _completed(jobs: Sequence[Job], *, workers: int) -> Iterator[Job]:
     """Yields each job when it is done.
 
     Raises:
-        ValueError: the first that a job raised; jobs not yet begun are left.
+        InputError: the first that a job raised; jobs not yet begun are left.
     """
     if workers == 1 or len(jobs) < 2:
         for job in jobs:
@@ -255,7 +333,7 @@ def _completed(jobs: Sequence[Job], *, workers: int) -> Iterator[Job]:
                 future.result()
                 yield futures[future]
         except BrokenProcessPool:
-            raise ValueError(
+            raise InputError(
                 "--workers: a process was killed, perhaps for want of memory; run the same command again to go on, "
                 "with fewer --workers if that was why"
             ) from None
@@ -266,6 +344,7 @@ def _completed(jobs: Sequence[Job], *, workers: int) -> Iterator[Job]:
 def _begin_worker() -> None:
     """One thread a process, and no process that outlives a killed parent."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")
+    warnings.simplefilter("ignore", StorageWarning)  # the parent has said it
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -285,7 +364,7 @@ def _encoder(path: Path, append_eos: bool, eos_token: str | None) -> Encoder:
 def _work(job: Job) -> None:
     """Make one shard and then its record."""
     encoder = _encoder(job.folder / TOKENIZER, job.append_eos, job.eos_token)
-    shard, counts = write_shard(job.folder, job.name, read_unit(job.unit, text_field=job.text_field), encoder=encoder)
+    shard, counts = write_shard(job.folder, job.name, _documents(job.unit, text_field=job.text_field), encoder=encoder)
     record = {"shard": None if shard is None else asdict(shard), "counts": asdict(counts)}
     write_atomically(_record_path(job), json.dumps(record).encode())
 
@@ -298,13 +377,18 @@ def _finished(job: Job) -> tuple[Shard | None, Counts] | None:
     """A finished job's record; None if it is to be done, or done again because its files are not as recorded."""
     try:
         record = json.loads(_record_path(job).read_bytes())
-    except FileNotFoundError:
+        counts = Counts(**record["counts"])
+        shard = None if record["shard"] is None else Shard(**record["shard"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    counts = Counts(**record["counts"])
-    if record["shard"] is None:
+    if shard is None:
         return None, counts
-    shard = Shard(**record["shard"])
-    for name, size in ((shard.tokens_file, shard.bytes), (shard.index_file, shard.index_bytes)):
+    files = {
+        shard.tokens_file: shard.bytes,
+        shard.index_file: shard.index_bytes,
+        shard.hashes_file: shard.hashes_bytes,
+    }
+    for name, size in files.items():
         path = job.folder / name
         if not path.exists() or path.stat().st_size != size:
             return None
@@ -322,7 +406,7 @@ def _finish(jobs: Sequence[Job], options: Options, plan: dict[str, Any], out: Pa
         if shard is not None:
             shards.append(shard)
     if not shards:
-        raise ValueError(
+        raise InputError(
             f"--source: there is no document in {', '.join(options.sources)} ({counts.empty} empty, {counts.missing} "
             f"without the field {options.text_field}); name other sources or another --text-field"
         )
@@ -335,40 +419,49 @@ def _finish(jobs: Sequence[Job], options: Options, plan: dict[str, Any], out: Pa
         shards=tuple(shards),
         counts=counts,
         made_from=plan,
+        copies=_count_copies(shards, out),
     )
     manifest.write(out)
     return manifest
 
 
+def _count_copies(shards: Sequence[Shard], out: Path) -> int:
+    """Documents whose ids are those of an earlier one."""
+    hashes = np.concatenate([np.fromfile(out / shard.hashes_file, dtype=HASH_DTYPE) for shard in shards])
+    return len(hashes) - len(np.unique(hashes))
+
+
 @contextmanager
 def _only_writer(path: Path, out: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system frees when its holder dies.
+    """Hold the folder's lock.
 
     Raises:
-        ValueError: another process holds it.
+        InputError: another process holds it.
     """
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--out={out}: another process is writing there; wait for it or choose another") from None
-        yield
+    try:
+        with locked(path):
+            yield
+    except Held:
+        raise InputError(f"--out={out}: another process is writing there; wait for it or choose another") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m data.tokenize", description="Tokenise text for training.")
-    parser.add_argument("--source", action="append", default=[], help="file, folder or hub:NAME[:CONFIG][:SPLIT]")
-    parser.add_argument("--tokenizer", help="a tokenizer.json")
+    parser.add_argument("--source", action="append", default=[], help="file, folder, glob or hub:NAME[:CONFIG][:SPLIT]")
+    parser.add_argument("--tokenizer", help="tokenizer.json, Kimi's tiktoken.model, a folder with one, or a hub name")
     parser.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the corpus")
+    parser.add_argument("--out", required=True, help="folder of the corpus")
     parser.add_argument(
-        "--text-field", default=Options.text_field, help="field of .jsonl, .json, .parquet and hub rows"
+        "--text-field",
+        default=Options.text_field,
+        help="field of .jsonl, .json, .parquet and hub rows; data.text is a field inside another",
     )
+    parser.add_argument("--encoding", help="of text that is not UTF-8, such as latin-1")
     parser.add_argument("--suffix", action="append", default=[], help="read only such files of folders, like .py")
     parser.add_argument("--append-eos", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--eos-token", help="name of the end-of-text token, if it is an unusual one")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--workers", type=int, default=usable_cpus(), help="processes")
     parser.add_argument("--shard-tokens", type=int, default=Options.shard_tokens, help="about so many a shard")
     given = parser.parse_args(arguments)
     options = Options(
@@ -380,10 +473,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         eos_token=given.eos_token,
         shard_tokens=given.shard_tokens,
         suffixes=tuple(given.suffix),
+        encoding=given.encoding,
     )
     console = Console(stderr=True, highlight=False)
     try:
-        manifest = tokenize(options, given.out, workers=given.workers, console=console)
+        # As it was given: a Path has lost a slash of an address.
+        if (problem := place_error("--out", given.out)) is not None:
+            raise InputError(problem)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", soft_wrap=True)
+            manifest = tokenize(options, Path(given.out).expanduser(), workers=given.workers, console=console)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -401,7 +500,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{given.out}: {manifest.documents:,} documents, {manifest.tokens:,} tokens ({manifest.dtype}) in "
         f"{len(manifest.shards)} shards; skipped {counts.empty} empty and {counts.missing} without text; "
-        f"replaced invalid text in {counts.replaced}"
+        f"replaced invalid text in {counts.replaced}; {manifest.copies or 0:,} are copies of others"
     )
     return 0
 

@@ -33,12 +33,21 @@ class RankPool:
     Args:
         size: ranks.
         timeout: seconds that one call may take, collectives included.
+        grace: seconds that the other ranks have to answer once one has failed; those that do not are killed.
         preload: modules that are imported once for all ranks of all pools; the first pool of a program decides.
     """
 
-    def __init__(self, size: int, *, timeout: float = 60.0, preload: Sequence[str] = ("torch.distributed",)) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        timeout: float = 60.0,
+        grace: float = 2.0,
+        preload: Sequence[str] = ("torch.distributed",),
+    ) -> None:
         self.size = size
         self.timeout = timeout
+        self.grace = grace
         # A fork server imports torch once for all, and has no threads to fork wrongly.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(preload))
@@ -79,7 +88,7 @@ class RankPool:
                 if not ok and failure is None:
                     failure = (rank, value, trace)
                     # Peers may be waiting for the failed rank in a collective: do not wait long for them.
-                    deadline = min(deadline, time.monotonic() + 2.0)
+                    deadline = min(deadline, time.monotonic() + self.grace)
         if waiting:
             for process in self._processes:
                 process.kill()

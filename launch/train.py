@@ -29,11 +29,13 @@ from parallel.mesh import build_mesh
 from train.allocator import keep_freed_memory
 from train.build import build_run
 from train.checkpoint import CheckpointError
-from train.config import RunConfig, differences
+from train.config import RunConfig
 from train.loop import TrainingFailed, train
+from train.precision import resolve_precision
 from train.progress import ProgressDisplay
 from train.report import write_report
-from train.run_folder import CONFIG_FILE, RunLock, explained, has_progress, read_config, write_config, write_facts
+from train.resuming import check_folder
+from train.run_folder import RunLock, explained, write_config, write_facts
 
 USAGE = """usage: [torchrun --nproc-per-node=N] -m launch.train [--cfg] [KEY=VALUE ...]
 
@@ -52,13 +54,16 @@ def main(arguments: list[str]) -> int:
         return 0
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
         config = compose_config([argument for argument in arguments if argument != "--cfg"])
         if "--cfg" in arguments:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
             return 0
+        # Before anything reads it: so the run folder holds what the run computes in, whatever machine resumes it.
+        config.train.precision = resolve_precision(config.train.precision, choose_device(local_rank))
         check(config, world_size=world_size, rank=rank)
-        return run(config, world_size=world_size, rank=rank)
+        return run(config, world_size=world_size, rank=rank, local_rank=local_rank)
     except (ConfigError, ValueError) as error:
         return complain(error, rank=rank, status=2)
     except (CheckpointError, TrainingFailed) as error:
@@ -79,36 +84,22 @@ def check(config: RunConfig, *, world_size: int, rank: int) -> None:
     """Everything that can be known to be wrong before any process group starts.
 
     Raises:
-        ConfigError: contradictions, or a run folder made by another config.
+        ValueError: contradictions, or a run folder made by another config.
     """
     problems = validate(config, world_size=world_size)
     if problems:
         raise ConfigError("\n".join(problems))
-    folder = Path(config.run.dir)
-    with explained(folder):
-        saved = read_config(folder)
-        if saved is None or not has_progress(folder):
-            return
-    if unknown := sorted(str(name) for name in saved.keys() - asdict(config).keys()):
-        raise ConfigError(
-            f"{folder / CONFIG_FILE}: has {', '.join(unknown)}, which no config has; restore it or set another run.dir"
-        )
-    allowed, refused = differences(saved, config)
-    if refused:
-        lines = "\n".join(f"  {line}" for line in refused)
-        raise ConfigError(
-            f"run.dir={folder}: this folder was made by another config; set another run.dir, or take back\n{lines}"
-        )
+    allowed = check_folder(config)
     if allowed and rank == 0:
         print("resuming with " + ", ".join(allowed))
 
 
-def run(config: RunConfig, *, world_size: int, rank: int) -> int:
+def run(config: RunConfig, *, world_size: int, rank: int, local_rank: int) -> int:
     """Join the ranks and train.
 
     A rank that fails leaves the others with a broken connection, so that they end too; see `fail`.
     """
-    device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = choose_device(local_rank)
     keep_freed_memory()
     if world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

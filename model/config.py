@@ -65,6 +65,8 @@ class ModelConfig:
     """Sizes and choices of one model. Defaults are Kimi K3's."""
 
     AT_RESUME: ClassVar[str] = "another model: the saved weights would not fit or would mean something else"
+    # Only ever drawn from before the first step.
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("init_std",)
 
     vocab_size: int = 163840
     hidden_dim: int = 7168

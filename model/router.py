@@ -153,7 +153,8 @@ def bias_from_histogram(histogram_EB: Tensor, bias_E: Tensor, *, k: int) -> Tens
     """New centred bias: for each expert the k/E quantile of its histogram, linear inside the bin.
 
     Args:
-        histogram_EB: int counts over the whole step, each row summing to the step's tokens m (at least 1).
+        histogram_EB: int counts over the whole step, each row summing to the step's tokens m. A step without tokens
+            leaves the bias as it is.
         bias_E: the bias that was in force while counting; it defines the bins.
         k: experts per token.
 
@@ -163,7 +164,10 @@ def bias_from_histogram(histogram_EB: Tensor, bias_E: Tensor, *, k: int) -> Tens
     experts, bins = histogram_EB.shape
     low, width = _bin_range(bias_E, bins)
     cumulative_EB = histogram_EB.long().cumsum(dim=1)
-    rank = int(cumulative_EB[0, -1]) * k / experts
+    tokens = int(cumulative_EB[0, -1])
+    if tokens == 0:
+        return bias_E.clone()
+    rank = tokens * k / experts
     bin_E = (cumulative_EB < math.ceil(rank)).sum(dim=1, keepdim=True)
     count_E = histogram_EB.gather(1, bin_E).squeeze(1).double()
     below_E = cumulative_EB.gather(1, bin_E).squeeze(1) - count_E

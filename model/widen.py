@@ -21,11 +21,17 @@ def has_bf16_units(device: torch.device) -> bool:
     """Whether products of bf16 are faster than those of fp32 on ``device``: true of accelerators and of some CPUs."""
     if device.type != "cpu":
         return True
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    # oneDNN makes the products; without it torch has a naive loop.
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     features = torch.cpu.get_capabilities()
-    # Elsewhere than on x86, oneDNN takes bf16 only where the CPU has instructions for it.
-    return features["architecture"] != "x86_64" or features["avx512_bf16"] or features["amx_bf16"]
+    # On x86 it takes bf16 also where it must emulate it.
+    return features.get("architecture") != "x86_64" or features["avx512_bf16"] or features["amx_bf16"]
+
+
+def wants_fp32_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a model of ``dtype`` on ``device`` should be given to `widen`."""
+    return compute_dtype(dtype) != dtype and not has_bf16_units(device)
 
 
 def in_fp32(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -4,7 +4,8 @@
     W <- (1 - lr weight_decay) W - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
 One count is enough because all state exists from step 0 and every step updates every parameter, with a
-zero gradient where none came.
+zero gradient where none came. A weight whose gradient has ceased moves on by beta1 / sqrt(beta2) of the step before
+each time, at most 1 (`OptimConfig.errors`), until the first moment is zero.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optim.groups import Group, OptimConfig
-from optim.muon import decay_weights
+from optim.muon import decay_weights, drop_denormals
 
 
 @torch.no_grad()
@@ -50,6 +51,8 @@ def adamw_step(
     second = [exp_avg_sqs[name] for name in groups]
     decay_weights(masters, groups=groups, lr=lr)
     torch._foreach_lerp_(first, grads, 1 - beta1)
+    # Not of the second moment: it divides, and a small number is safer there than none.
+    drop_denormals(first)
     torch._foreach_mul_(second, beta2)
     torch._foreach_addcmul_(second, grads, grads, value=1 - beta2)
     # The gradient is used up; its memory becomes the denominator.

@@ -39,7 +39,8 @@ class OptimConfig:
     Defaults as in Kimi K3 technical report 2.5 and 3.3 where it says them, else as kept from Kimi K2.
     """
 
-    AT_RESUME: ClassVar[str] = "another optimizer"
+    AT_RESUME: ClassVar[str] = "another optimizer: the steps to come would follow another rule"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("bucket_mb",)
 
     lr: float = 1e-3
     """Peak learning rate; Muon's update is scaled to the size of AdamW's, so both use it."""
@@ -84,6 +85,12 @@ class OptimConfig:
             found.append(f"optim.momentum={self.momentum}: must lie in [0, 1)")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             found.append(f"optim.betas={list(self.betas)}: must be two numbers in [0, 1)")
+        elif self.betas[0] ** 2 > self.betas[1]:
+            # Without a gradient the update is multiplied by beta1 / sqrt(beta2) from step to step.
+            found.append(
+                f"optim.betas={list(self.betas)}: the square of the first must be at most the second, or an update "
+                "grows after its gradient has ceased; raise the second"
+            )
         if not 1 <= self.ns_steps < 100:
             found.append(f"optim.ns_steps={self.ns_steps}: must lie in 1..99; 5 is usual")
         if self.ns_dtype not in NS_DTYPES:
@@ -110,6 +117,14 @@ class Group:
     weight_decay: float
     role: ParamRole
     cut: tuple[int, int] | None = None
+
+    def matrices(self, x: Tensor) -> list[Tensor]:
+        """Views [n, rows, columns] of this rank's parts of the matrices, one for each shape of ``blocks``.
+
+        Args:
+            x: the parameter, or its gradient or momentum, as this rank holds it.
+        """
+        return self.role.blocks(x) if self.cut is None else [x.view(-1, *self.shape[-2:])]
 
     @property
     def cost(self) -> float:

@@ -8,6 +8,11 @@ which is `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"`` when a param
 (Kimi K3 technical report 2.5). Blocks of equal shape, from whichever parameters, are stacked and go through
 one batched Newton-Schulz: a model has thousands of blocks and a handful of shapes.
 
+A block whose gradient is zero in a step only decays in that step, and so does its momentum. The direction of a momentum
+has no scale: an expert that gets no more tokens would otherwise move as far as ever, in one direction, until its
+momentum is zero. The rule needs no state and no threshold, so it holds at every scale of gradients, on every mesh and
+after a resume.
+
 A block that tensor parallelism cuts is orthogonalised whole, by one of the ranks that hold its parts
 (`optim.exchange`): the parts of an orthogonal matrix are not the orthogonalised parts.
 """
@@ -17,11 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from optim.exchange import MatrixExchange
 from optim.groups import NS_DTYPES, Group, OptimConfig
 from optim.newton_schulz import default_dtype, orthogonalize
+from parallel.collectives import combine_in_place
+from parallel.mesh import Axis
 
 _CPU_BATCH_ELEMENTS = 2**19
 """2 MB in fp32: a stack that stays in a core's cache between products takes half the time of a large one."""
@@ -107,7 +115,7 @@ def muon_step(
     """
     if not groups:
         return
-    updates = advance_momenta(momenta, gradients=gradients, groups=groups, config=config)
+    updates = advance_momenta(momenta, gradients=gradients, groups=groups, config=config, axis=Axis())
     decay_weights(masters, groups=groups, lr=lr)
     for batch, directions in orthogonal_blocks(updates, groups=groups, batches=batches, config=config):
         blocks = [_blocks(masters, piece, groups) for piece in batch.pieces]
@@ -137,7 +145,8 @@ def muon_step_cut(
     """
     if not groups:
         return
-    updates = advance_momenta(momenta, gradients=gradients, groups=groups, config=config)
+    axis = exchanges[0].axis
+    updates = advance_momenta(momenta, gradients=gradients, groups=groups, config=config, axis=axis)
     decay_weights(masters, groups=groups, lr=lr)
     for exchange, of_round in zip(exchanges, batches, strict=True):
         _update_round(masters, updates=updates, exchange=exchange, batches=of_round, lr=lr, config=config)
@@ -172,17 +181,56 @@ def _orthogonal(
 
 
 def advance_momenta(
-    momenta: Mapping[str, Tensor], *, gradients: Mapping[str, Tensor], groups: Mapping[str, Group], config: OptimConfig
+    momenta: Mapping[str, Tensor],
+    *,
+    gradients: Mapping[str, Tensor],
+    groups: Mapping[str, Group],
+    config: OptimConfig,
+    axis: Axis,
 ) -> dict[str, Tensor]:
-    """Move the momenta in place; returns what is to be orthogonalised, in the memory of the gradients."""
+    """Move the momenta in place; returns what is to be orthogonalised, in the memory of the gradients.
+
+    Args:
+        axis: the ranks that hold the parts of each matrix, all of which call.
+    """
     moments = [momenta[name] for name in groups]
     updates = [gradients[name] for name in groups]
+    moves = moving_matrices(gradients, groups=groups, axis=axis)
     torch._foreach_lerp_(moments, updates, 1 - config.momentum)
+    drop_denormals(moments)
     if config.nesterov:
         torch._foreach_lerp_(updates, moments, config.momentum)
     else:
         torch._foreach_copy_(updates, moments)
+    for matrices, moves_n in zip(_matrices(gradients, groups), moves, strict=True):
+        matrices.mul_(moves_n.view(-1, 1, 1))
     return dict(zip(groups, updates))
+
+
+def moving_matrices(gradients: Mapping[str, Tensor], *, groups: Mapping[str, Group], axis: Axis) -> tuple[Tensor, ...]:
+    """For each stack of `Group.matrices`, uint8 [n]: 1 where the gradient of a whole matrix is not all zero, else 0.
+
+    Args:
+        axis: as for `advance_momenta`.
+    """
+    stacks = _matrices(gradients, groups)
+    moves = torch.cat([stack.abs().amax(dim=(1, 2)) > 0 for stack in stacks]).to(torch.uint8)
+    # A part may be zero where the matrix is not.
+    combine_in_place(moves, axis, op=dist.ReduceOp.MAX)
+    return moves.split([len(stack) for stack in stacks])
+
+
+def _matrices(tensors: Mapping[str, Tensor], groups: Mapping[str, Group]) -> list[Tensor]:
+    return [stack for name, group in groups.items() for stack in group.matrices(tensors[name])]
+
+
+def drop_denormals(tensors: Sequence[Tensor]) -> None:
+    """Set to zero, in place, what is not above the smallest normal number of its dtype.
+
+    A running mean without new terms would never become zero: 0.95 times the ninth denormal number rounds to the ninth.
+    """
+    for x in tensors:
+        torch.ops.aten.hardshrink.out(x, torch.finfo(x.dtype).tiny, out=x)
 
 
 def orthogonal_blocks(

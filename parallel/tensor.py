@@ -27,12 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from model.config import ModelConfig
 from model.kda import KDA
 from model.kimi import KimiModel
-from model.layers import Embedding, GatedFFN, Linear
+from model.layers import Embedding, GatedFFN, Linear, look_up
 from model.loss import chunked_cross_entropy
 from model.mla import MLA
 from model.moe import MoE
@@ -178,7 +177,7 @@ class VocabEmbedding(nn.Module):
                 "that every rank gets equally many; pad the rows, or use another parallel.tp"
             )
         row_BT, held_BT = _rows_held(ids_BT, first=self.first, rows=self.weight.shape[0])
-        x_BTD = F.embedding(row_BT, self.weight, padding_idx=self.padding_row)
+        x_BTD = look_up(row_BT, self.weight, padding_row=self.padding_row)
         return self.region.leave(x_BTD.masked_fill(~held_BT.unsqueeze(-1), 0.0), dim=1)
 
 

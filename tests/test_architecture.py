@@ -100,6 +100,47 @@ def test_no_global_statements() -> None:
     assert wrong == []
 
 
+def overwrites(path: Path) -> list[int]:
+    """Lines that put something in a method's place on an instance, where what was installed before would vanish.
+
+    A wrapper takes an attribute that the owner has for it. mypy refuses the assignment to a method; what it lets pass
+    is what a comment excuses, ``forward`` of modules that it does not know, and names in strings.
+    """
+    text = path.read_text("utf-8")
+    found = [number for number, line in enumerate(text.splitlines(), 1) if "ignore[method-assign" in line]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in METHODS:
+            found.append(node.lineno)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+            found += [
+                node.lineno for name in node.args[1:2] if isinstance(name, ast.Constant) and name.value in METHODS
+            ]
+    return found
+
+
+METHODS = {"forward", "__call__", "__class__"}
+
+
+def test_no_wrapper_overwrites() -> None:
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in overwrites(path)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "layer.forward = wrapped",
+        "linear.forward: object = wrapped",
+        "first, block.forward = 1, wrapped",
+        "setattr(module, 'forward', wrapped)",
+        "optimizer.step = record  # type: ignore[method-assign]",
+        "core.__class__ = Other",
+    ],
+)
+def test_an_overwrite_is_found(tmp_path: Path, line: str) -> None:
+    (tmp_path / "file.py").write_text(f"{line}\n")
+    assert overwrites(tmp_path / "file.py")
+
+
 FAST_KERNELS = [
     path
     for path in sorted((ROOT / "model" / "kernels").glob("*.py"))

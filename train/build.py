@@ -12,8 +12,7 @@ from model.config import ModelConfig
 from model.kimi import KimiModel
 from model.mla import MLA
 from model.params import named_roles, seed_from_name
-from model.precision import compute_dtype
-from model.widen import has_bf16_units
+from model.widen import in_fp32, wants_fp32_products
 from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
@@ -34,12 +33,11 @@ from train.checkpoint import CheckpointStore
 from train.config import RunConfig
 from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
 from train.metrics import TrackerSet, load_run_id, make_trackers
+from train.precision import DTYPES, describe_precision
 from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, total_rate
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
@@ -51,11 +49,13 @@ class Progress:
     learning_rate: of the last step; the schedule derives the next one from ``tokens``.
     position: where the data continues.
     data: `data_identity` of what the position is of; empty if a checkpoint from before it was kept was the last.
+    shares: of the samples that each of them gives; empty as ``data`` is.
     skipped, skipped_in_a_row: updates that were not made.
     """
 
     position: DataPosition
     data: tuple[str, ...] = ()
+    shares: tuple[float, ...] = ()
     step: int = 0
     tokens: int = 0
     learning_rate: float = 0.0
@@ -79,7 +79,8 @@ class Progress:
     def from_state(cls, state: dict[str, Any]) -> "Progress":
         """Back from `to_state`."""
         position = DataPosition.from_json(state["position"])
-        return cls(**(state | {"position": position, "data": tuple(state.get("data", ()))}))
+        data = {name: tuple(state.get(name, ())) for name in ("data", "shares")}
+        return cls(**(state | data | {"position": position}))
 
 
 @dataclass
@@ -101,6 +102,7 @@ class Run(Rig):
     folder: Path
     stepper: Stepper
     loader: Loader
+    microbatch: int
     checkpoints: CheckpointStore
     trackers: TrackerSet
     throughput: Throughput
@@ -153,7 +155,7 @@ def build_model(
         layout=layout,
         seed=seed,
         dtype=dtype,
-        wide=compute_dtype(dtype) != dtype and not has_bf16_units(device),
+        wide=wants_fp32_products(dtype, device),
         experts=experts or ExpertsConfig(),
         recompute=recompute or RecomputeConfig(),
         deferred=deferred,
@@ -274,9 +276,11 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
     )
     torch.manual_seed(seed_from_name(seed, f"rank {world.rank}"))
     progress = resume(store, rig.model, dp=rig.dp, optimizer=rig.optimizer, mesh=mesh) or Progress(loader.start())
-    check_data(progress, loader)
-    progress.data = data_identity(loader)
-    peak = total_rate(matmul_rate(device, DTYPES[config.train.precision]), axis=world)
+    loader = continue_data(progress, loader, seed=seed)
+    progress.data, progress.shares = data_identity(loader), data_shares(loader)
+    dtype = DTYPES[config.train.precision]
+    multiply = in_fp32(torch.matmul) if wants_fp32_products(dtype, device) else torch.matmul
+    peak = total_rate(matmul_rate(device, dtype, multiply=multiply), axis=world)
     with explained(folder):
         trackers = make_trackers(
             config.trackers,
@@ -292,6 +296,7 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
         folder=folder,
         stepper=Stepper(rig.pipeline, dp=rig.dp, optimizer=rig.optimizer),
         loader=loader,
+        microbatch=config.batch.microbatch_of(dp=mesh.dp.size, pp=mesh.pp.size),
         checkpoints=store,
         trackers=trackers,
         throughput=Throughput(flops_per_token=training_flops(config.model, length=config.batch.length), peak=peak),
@@ -303,7 +308,7 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
             "matmul_flops_per_second": peak,
             "ranks": world.size,
             "device": str(device),
-            "precision": config.train.precision,
+            "precision": describe_precision(config.train.precision, device),
         },
     )
 
@@ -313,21 +318,52 @@ def data_identity(loader: Loader) -> tuple[str, ...]:
     return tuple(source.store.manifest.content_hash for source in loader.sources)
 
 
-def check_data(progress: Progress, loader: Loader) -> None:
-    """Refuse to continue on other data than the checkpoint's; one from before its identity was kept is taken as is.
+def data_shares(loader: Loader) -> tuple[float, ...]:
+    """Each source's share of the samples."""
+    total = sum(source.weight for source in loader.sources)
+    return tuple(source.weight / total for source in loader.sources)
+
+
+def continue_data(progress: Progress, loader: Loader, *, seed: int) -> Loader:
+    """The loader whose sources are those of the checkpoint and in its order, wherever they lie and are named now.
+
+    A checkpoint from before its identity was kept is taken as is.
 
     Raises:
         ValueError: naming each source that differs.
     """
+    loader.check_order(progress.position)
     if not progress.data:
-        return
-    sources = zip(loader.sources, progress.data, data_identity(loader), strict=True)
-    other = [f"{source.store.folder} (content_hash {old} -> {new})" for source, old, new in sources if old != new]
-    if other:
-        raise ValueError(
-            f"data.sources: step {progress.step} was trained on other data than is now in {', '.join(other)}, so its "
-            "position would point at other samples; restore the data, or set another run.dir to begin anew"
-        )
+        return loader
+    now = list(zip(data_identity(loader), data_shares(loader)))
+    # One from before the shares were kept: the weights are taken as they are.
+    before = list(zip(progress.data, progress.shares or data_shares(loader)))
+    left, order = list(range(len(now))), []
+    for source in before:
+        found = next((index for index in left if now[index] == source), None)
+        if found is not None:
+            left.remove(found)
+            order.append(found)
+    if len(order) == len(before) == len(now):
+        return loader if order == sorted(order) else Loader([loader.sources[index] for index in order], seed=seed)
+    raise ValueError(
+        f"data.sources: step {progress.step} was trained on other data than is now in "
+        f"{_other_data(before, now, loader)}, so its position would point at other samples; restore the data, or set "
+        "another run.dir to begin anew"
+    )
+
+
+def _other_data(before: list[tuple[str, float]], now: list[tuple[str, float]], loader: Loader) -> str:
+    """Which sources differ, and in what."""
+    if len(before) != len(now):
+        return f"data.sources ({len(before)} source(s) -> {len(now)})"
+    found = []
+    for source, (old, old_share), (new, new_share) in zip(loader.sources, before, now):
+        if old != new:
+            found.append(f"{source.store.folder} (content_hash {old} -> {new})")
+        elif old_share != new_share:
+            found.append(f"{source.store.folder} (share of the samples {old_share:g} -> {new_share:g})")
+    return ", ".join(found)
 
 
 def make_recorder(

@@ -17,8 +17,10 @@ from parallel.recompute import RecomputeConfig
 from train.checkpoint import CheckpointConfig
 from train.forced_routing import RoutingSettings
 from train.metrics import TrackerConfig
-from train.phases import BatchConfig, ScheduleConfig
+from train.phases import BatchConfig, ScheduleConfig, learning_rate_factor
 from train.settings import EvaluateSettings, RunSettings, TrainSettings
+
+RATE = "optim.lr"
 
 
 class Section(Protocol):
@@ -70,24 +72,46 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences(saved: dict[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
+def differences(saved: dict[str, Any], config: RunConfig, *, steps: int) -> tuple[list[str], list[str]]:
     """(allowed, refused) differences between a run folder's saved config and the present one.
 
     Each is one line; a refused line ends with what the difference means.
+
+    Args:
+        steps: of the newest checkpoint: a schedule may change where none of them would have been otherwise.
     """
     # A folder older than a key ran as that key's default does.
     before, now = flatten(RunConfig()) | flatten(saved), flatten(config)
-    sections = config.sections()
+    sections, rates = config.sections(), rate_difference(before, config, steps=steps)
     allowed, refused = [], []
     for name in sorted(before.keys() | now.keys()):
         old, new = before[name], now.get(name, "(absent)")
         if old == new:
             continue
         line = f"{name}: {old} -> {new}"
-        section, key = name.split(".")[:2]
-        meaning = sections[section].AT_RESUME
-        if not meaning or key in getattr(sections[section], "FREE_AT_RESUME", ()):
+        section, _, key = name.partition(".")
+        key, meaning = key.split(".")[0], sections[section].AT_RESUME
+        if name == RATE or section == "schedule":
+            allowed.append(line) if rates is None else refused.append(f"{line}  ({rates})")
+        elif not meaning or key in getattr(sections[section], "FREE_AT_RESUME", ()):
             allowed.append(line)
         else:
             refused.append(f"{line}  ({meaning})")
     return allowed, refused
+
+
+def rate_difference(before: dict[str, Any], config: RunConfig, *, steps: int) -> str | None:
+    """What is otherwise in the learning rates of the first ``steps`` steps; None if nothing.
+
+    Args:
+        before: the saved config, flat and whole.
+    """
+    fields = dataclasses.fields(ScheduleConfig)
+    schedule = ScheduleConfig(**{field.name: before[f"schedule.{field.name}"] for field in fields})
+    for step in range(1, steps + 1):
+        tokens = step * config.batch.tokens
+        old = before[RATE] * learning_rate_factor(schedule, tokens)
+        new = config.optim.lr * learning_rate_factor(config.schedule, tokens)
+        if old != new:
+            return f"another learning rate: step {step} was done at {old:g} and would have been at {new:g}"
+    return None

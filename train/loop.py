@@ -64,7 +64,7 @@ def steps(run: Run) -> Iterator[StepMetrics]:
             length=batch.length,
             rank=run.mesh.dp.rank,
             ranks=run.mesh.dp.size,
-            microbatch=batch.microbatch,
+            microbatch=run.microbatch,
         )
         tokens = progress.tokens + batch.tokens
         lr = config.optim.lr * learning_rate_factor(config.schedule, tokens)
@@ -145,7 +145,7 @@ def evaluate(run: Run) -> tuple[float, str | None]:
     config = run.config
     batches = run.loader.validation_batches(
         length=config.batch.length,
-        microbatch=config.batch.microbatch,
+        microbatch=run.microbatch,
         max_tokens=config.evaluate.tokens,
         rank=run.mesh.dp.rank,
         ranks=run.mesh.dp.size,

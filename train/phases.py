@@ -10,23 +10,40 @@ from typing import ClassVar
 
 SCHEDULES = ("cosine", "wsd")
 
+AUTO_TOKENS = 2048
+"""Most tokens of a microbatch whose size is not given: enough to keep two cores busy, and one sample of a long
+context."""
+
 
 @dataclass
 class BatchConfig:
     """One optimizer step consumes ``sequences`` samples of ``length`` tokens, over all ranks."""
 
-    AT_RESUME: ClassVar[str] = "other batches: the saved position and token clock would not continue"
+    AT_RESUME: ClassVar[str] = "other batches: a step would take other samples, and the token clock go at another pace"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("microbatch",)
 
     length: int = 8192
     """Tokens of a sample: the context length."""
     sequences: int = 512
-    microbatch: int = 1
-    """Samples that a rank runs forward and backward at once."""
+    microbatch: int = 0
+    """Samples that a rank runs forward and backward at once; 0: as many as fit, see `microbatch_of`."""
 
     @property
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.length * self.sequences
+
+    def microbatch_of(self, *, dp: int, pp: int) -> int:
+        """Samples of a microbatch on this mesh: those asked for, else the most of which `AUTO_TOKENS` hold all tokens.
+
+        Always a divisor of a rank's samples and at least one; a pipeline has a microbatch for each of its ``pp`` ranks
+        where there are samples enough.
+        """
+        if self.microbatch:
+            return self.microbatch
+        share = self.sequences // dp
+        most = max(1, min(AUTO_TOKENS // self.length, share // pp))
+        return max(size for size in range(1, most + 1) if share % size == 0)
 
     def errors(self, dp: int) -> list[str]:
         """Every problem, one line each.
@@ -34,18 +51,27 @@ class BatchConfig:
         Args:
             dp: data-parallel size.
         """
-        found = [f"batch.{name}={value}: must be at least 1" for name, value in vars(self).items() if value < 1]
+        found = [
+            f"batch.{name}={getattr(self, name)}: must be at least 1"
+            for name in ("length", "sequences")
+            if getattr(self, name) < 1
+        ]
+        if self.microbatch < 0:
+            found.append(f"batch.microbatch={self.microbatch}: must be at least 0; 0 takes as many as fit")
         if found:
             return found
-        if self.sequences % dp:
+        share, left = divmod(self.sequences, dp)
+        if left:
+            common = math.gcd(self.sequences, dp)
             found.append(
-                f"batch.sequences={self.sequences}: must be divisible by the data-parallel size {dp}; "
-                f"use {max(1, self.sequences // dp) * dp} or another parallel.dp"
+                f"batch.sequences={self.sequences}: must be divisible by the data-parallel size {dp}; give a factor of "
+                f"{dp // common} of the ranks to another axis, as parallel.cp={dp // common}, launch fewer, or begin a "
+                f"new run with batch.sequences={max(1, self.sequences // dp) * dp}"
             )
-        elif (self.sequences // dp) % self.microbatch:
+        elif self.microbatch and share % self.microbatch:
             found.append(
-                f"batch.microbatch={self.microbatch}: must divide the {self.sequences // dp} sequences of each rank "
-                f"(batch.sequences={self.sequences} over dp={dp}); use a divisor of that"
+                f"batch.microbatch={self.microbatch}: must divide the {share} sequences of each rank "
+                f"(batch.sequences={self.sequences} over dp={dp}); batch.microbatch=0 takes a divisor that fits"
             )
         return found
 
@@ -58,7 +84,7 @@ class ScheduleConfig:
     decays linearly over the last ``decay_tokens``. After ``total_tokens`` the factor stays at the minimum.
     """
 
-    AT_RESUME: ClassVar[str] = "another learning-rate schedule"
+    AT_RESUME: ClassVar[str] = "another learning rate"
 
     kind: str = "cosine"
     warmup_tokens: int = 0

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-PRECISIONS = ("bf16", "fp32", "fp64")
+PRECISIONS = ("auto", "bf16", "fp32", "fp64")
 
 
 @dataclass
 class RunSettings:
     """Where a run lives. The same folder again resumes it."""
 
-    AT_RESUME: ClassVar[str] = "another random seed"
+    AT_RESUME: ClassVar[str] = "another random seed: the data would come in another order"
     FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("name", "dir", "cache", "timeout")
 
     name: str = "run"
@@ -38,12 +38,19 @@ class RunSettings:
 class TrainSettings:
     """How far and how a run trains. ``steps`` only says when to stop: the learning rate follows tokens."""
 
-    AT_RESUME: ClassVar[str] = "another computation"
-    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("steps", "max_skipped", "detail_every", "replica_check_every")
+    AT_RESUME: ClassVar[str] = "another precision: the steps to come would be computed otherwise"
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "max_skipped",
+        "loss_chunk",
+        "detail_every",
+        "replica_check_every",
+    )
 
     steps: int = 1000
-    precision: str = "bf16"
-    """bf16: bf16 compute, fp32 master weights and gradient sums. fp32: fp32 throughout.
+    precision: str = "auto"
+    """auto: bf16 where its products are fast (GPUs, CPUs with units for it), else fp32; decided when a run begins.
+    bf16: bf16 compute, fp32 master weights and gradient sums. fp32: fp32 throughout.
     fp64: for proofs that two runs are equal."""
     max_skipped: int = 10
     """Updates skipped in a row for a non-finite loss or gradient before the run gives up."""

@@ -227,11 +227,15 @@ def _combine(ledger: _Ledger, axis: Axis, whole: int) -> None:
 
 
 def _matrix_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
-    """Matrices cut over tp to one rank each, which orthogonalises them, and back: `optim.exchange`."""
+    """Which matrices cut over tp have a gradient; then each to one rank, which orthogonalises it, and back:
+    `optim.muon`, `optim.exchange`."""
     tp, stage = held.mesh.tp, held.mesh.replicas
+    ledger.ranks = 1
+    for rank in range(stage.size):
+        owned = [name for name in held.buckets.owned_by(rank) if held.is_cut(name, plan)]
+        _combine(ledger, tp, sum(held.whole_matrices(name)[0] for name in owned))
     whole = sum(math.prod(held.shapes[name]) / held.axis(name).size for name in held.shapes if held.is_cut(name, plan))
     rounds = sum(len(held.rounds(plan, owned=held.buckets.owned_by(rank))) for rank in range(stage.size))
-    ledger.ranks = 1
     for width in (plan.wide, plan.orthogonal):
         # All ranks together send what all of them hold, but for what is at home already.
         sent = whole * stage.size * width * (tp.size - 1) / tp.size

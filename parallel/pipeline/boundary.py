@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model.precision import compute_dtype
 from parallel.collectives import receive_start, send_start
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.layout import PipelineLayout
@@ -37,6 +38,7 @@ class BankRows:
         self.label = label
         self._rows: dict[int, tuple[Tensor, int]] = {}
         self._gradients: dict[int, Tensor] = {}
+        self._dtype = torch.float32
 
     def put(self, row: int, value: Tensor) -> None:
         """Keep a row that arrived or was closed here."""
@@ -58,12 +60,14 @@ class BankRows:
         """Add up a row's gradients, in the order of the calls, which is that of the action list."""
         assert gradient is not None, f"{self.label}: a stage that read row {row} has no gradient for it"
         present = self._gradients.get(row)
-        self._gradients[row] = gradient if present is None else present + gradient
+        # In fp32 at least, as soon as there is something to add.
+        self._gradients[row] = gradient if present is None else present.to(compute_dtype(gradient.dtype)) + gradient
+        self._dtype = gradient.dtype
 
     def take_gradient(self, row: int) -> Tensor:
         """The whole gradient of a row, to leave the way the row came; it is complete and gone then."""
         assert row in self._gradients, f"{self.label}: no gradient of row {row} has come"
-        return self._gradients.pop(row)
+        return self._gradients.pop(row).to(self._dtype)
 
     def is_empty(self) -> bool:
         """Whether nothing is kept."""

@@ -350,7 +350,7 @@ def main() -> int:
     torch.set_num_threads(1)
     console = Console(width=120)
     traffic, memory = {}, {}
-    with RankPool(4, timeout=300) as pool:
+    with RankPool(4) as pool:
         for name, (config, recompute) in MESHES.items():
             dp = config.resolved_dp(4)
             case = make_case(

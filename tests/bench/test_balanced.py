@@ -23,7 +23,7 @@ def test_the_busiest_rank_is_another_in_each_turn() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_are_measured_under_the_same_load() -> None:
-    with RankPool(2, timeout=60) as pool:
+    with RankPool(2) as pool:
         ranks = pool.run(time_layer, "zipf(2)", 32, 2)
     for rank in ranks:
         for name, measured in rank.items():

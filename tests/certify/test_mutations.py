@@ -9,11 +9,11 @@ from torch import Tensor
 
 from configs.compose import compose_config
 from launch.certify import TOLERANCE, unproven
-from launch.ranks import RankError, RankPool
 from parallel.config import ParallelConfig
 from parallel.sharding import TensorSlice
 from tests.certify.mutation import Reach
 from tests.certify.mutations import MUTATIONS
+from tests.dist.ranks import Pools, RankError
 from train.config import RunConfig
 from train.proof.case import make_case
 from train.proof.parity import Case, Outcome, compare, merge, train_alone, train_on_mesh
@@ -25,31 +25,10 @@ BY_ID = {mutation.id: mutation for mutation in MUTATIONS}
 MESHES = list(dict.fromkeys(mutation.mesh for mutation in MUTATIONS))
 
 
-class Pools:
-    """A `RankPool` of each size, started when first asked for."""
-
-    def __init__(self) -> None:
-        self._by_size: dict[int, RankPool] = {}
-
-    def of(self, size: int) -> RankPool:
-        if size not in self._by_size:
-            self._by_size[size] = RankPool(size, timeout=60, preload=("train.proof.parity",))
-        return self._by_size[size]
-
-    def drop(self, size: int) -> None:
-        """Close a pool in which a rank failed: the others may have been killed."""
-        self._by_size.pop(size).close()
-
-    def close(self) -> None:
-        for size in list(self._by_size):
-            self.drop(size)
-
-
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
+    with Pools(grace=2.0) as pools:
+        yield pools
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from data.loader import (
     Microbatch,
     SourceConfig,
     open_loader,
-    open_source,
+    open_sources,
 )
 from data.pack import IGNORE_INDEX
 from data.store import TokenStore
@@ -38,8 +38,7 @@ def make_loader(
         write_corpus(folder / str(index), [numbered(lengths, first=index * size)], vocab_size=size * len(weights))
         for index in range(len(weights))
     ]
-    sources = [open_source(store, weight=w, fraction=fraction, seed=seed) for store, w in zip(stores, weights)]
-    return Loader(sources, seed=seed)
+    return Loader(open_sources(stores, weights=weights, fraction=fraction, seed=seed), seed=seed)
 
 
 def take(
@@ -252,14 +251,15 @@ def held_out(store: TokenStore, loader: Loader) -> list[int]:
 class TestConfig:
     def test_all_problems_at_once(self) -> None:
         config = DataConfig(
-            sources=[SourceConfig("", 0.0), SourceConfig("there", float("nan"))],
+            sources=[SourceConfig("", -1.0), SourceConfig("s3://there", float("nan"))],
             vocab_size=10,
             validation_fraction=1.5,
             verify="maybe",
         )
         assert [line.split(":")[0] for line in config.errors()] == [
             "data.sources[0].path",
-            "data.sources[0].weight=0.0",
+            "data.sources[1].path=s3",
+            "data.sources[0].weight=-1.0",
             "data.sources[1].weight=nan",
             "data.vocab_size=10",
             "data.validation_fraction=1.5",

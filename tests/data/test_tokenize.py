@@ -15,8 +15,8 @@ import pyarrow.parquet
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from data.encoded import REPLACEMENT
 from data.manifest import Counts, Manifest
-from data.shards import REPLACEMENT
 from data.sources import plan_inputs
 from data.store import TokenStore
 from data.tokenize import Options, main, tokenize
@@ -129,11 +129,11 @@ class TestBadText:
         assert texts_of(tmp_path / "out") == ["text", "line", "element"]
         assert manifest.counts == Counts()
 
-    def test_invalid_text_file(self, tmp_path: Path, tokenizer: Path) -> None:
-        (tmp_path / "in.txt").write_bytes(b"caf\xe9")
+    def test_damaged_text_file(self, tmp_path: Path, tokenizer: Path) -> None:
+        (tmp_path / "in.txt").write_bytes("\u00e9t\u00e9 caf".encode() + b"\xe9")
         manifest = tokenize(options(tmp_path / "in.txt", tokenizer=tokenizer), tmp_path / "out")
         assert manifest.counts == Counts(replaced=1)
-        assert texts_of(tmp_path / "out") == [f"caf{REPLACEMENT}"]
+        assert texts_of(tmp_path / "out") == [f"\u00e9t\u00e9 caf{REPLACEMENT}"]
 
     def test_long_line(self, tmp_path: Path) -> None:
         """A 10 MB line, many times the size of a unit, is one document."""
@@ -350,18 +350,12 @@ class TestResume:
         out = tmp_path / "out"
         command = [sys.executable, "-m", "data.tokenize", *arguments, "--out", str(out)]
         for workers, enough in (("1", 3), ("2", 10)):
-            process = subprocess.Popen([*command, "--workers", workers], stderr=subprocess.DEVNULL)
-            deadline = time.monotonic() + 60
-            while len(list(out.glob("unfinished/shard-*.json"))) < enough:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
+            process = held_command(*command[3:], "--workers", workers, after=enough, folder=tmp_path)
             helpers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+            process.communicate()
             while any(is_running(pid) for pid in helpers):
-                assert time.monotonic() < deadline, "a process outlived its killed parent"
-                time.sleep(0.01)
+                time.sleep(0.01)  # one that outlives its killed parent never ends
             assert not (out / "manifest.json").exists()
         written = (out / "shard-00000.tokens").stat().st_mtime_ns
         (out / ".shard-00002.tokens.1.partial").write_bytes(b"leftover")
@@ -375,16 +369,11 @@ class TestResume:
         """An interrupt reaches all processes of a terminal; one line says what to do."""
         source = lines(tmp_path / "in.jsonl", *({"text": f"document {i} " * 20} for i in range(1500)))
         out = tmp_path / "out"
-        command = [sys.executable, "-m", "data.tokenize", "--source", source, "--tokenizer", str(tokenizer)]
-        command += ["--out", str(out), "--shard-tokens", "2000", "--workers", "2"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        deadline = time.monotonic() + 60
-        while len(list(out.glob("unfinished/shard-*.json"))) < 3:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        arguments = ["--source", source, "--tokenizer", str(tokenizer), "--out", str(out), "--shard-tokens", "2000"]
+        process = held_command(*arguments, "--workers", "2", after=3, folder=tmp_path)
         os.killpg(process.pid, signal.SIGINT)
-        errors = process.communicate(timeout=60)[1]
+        (tmp_path / "go").touch()
+        errors = process.communicate()[1]
         assert process.returncode == 130
         assert errors.strip().splitlines()[-1] == "stopped; the same command goes on from here"
         assert "Traceback" not in errors
@@ -422,8 +411,8 @@ class TestResume:
 
     @pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
     def test_changed_inputs_are_refused(self, tmp_path: Path, tokenizer: Path, finished: bool) -> None:
-        rows: list[object] = [{"text": "good"}, *([] if finished else [b"bad"])]
-        given = options(lines(tmp_path / "in.jsonl", *rows), tokenizer=tokenizer)
+        rows: list[object] = [{"text": "good"}] * 3 + ([] if finished else [b"bad"])
+        given = options(lines(tmp_path / "in.jsonl", *rows), tokenizer=tokenizer, shard_tokens=8)
         try_to(given, tmp_path / "out")
         lines(tmp_path / "in.jsonl", {"text": "other"}, {"text": "text"})
         with pytest.raises(ValueError, match=r"was made from other inputs or options \(inputs: "):
@@ -444,6 +433,18 @@ class TestResume:
             fcntl.flock(held, fcntl.LOCK_EX)
             with pytest.raises(ValueError, match="another process is writing there"):
                 tokenize(given, out)
+
+
+def held_command(*arguments: str, after: int, folder: Path) -> "subprocess.Popen[str]":
+    """The command, once it has stopped between shards; it goes on when ``folder/go`` is there."""
+    held = folder / "held"
+    held.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.data.held_tokenize", str(after), str(folder), *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not held.exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    return process
 
 
 def is_running(pid: str) -> bool:

@@ -27,7 +27,7 @@ from parallel.mesh import Axis, make_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice
 from tests.dist.parity import Case, Outcome, check_parity, merge, run_alone, run_on_mesh, train_on_mesh
-from tests.dist.ranks import RankPool
+from tests.dist.ranks import PATIENCE, RankPool
 from tests.dist.test_expert import OPTIM, TOKENS, inputs, make_case, microbatch, routed
 from tests.model.tiny import tiny_config, tiny_model
 
@@ -54,7 +54,7 @@ FOUR = {
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankPool]:
-    with RankPool(4, timeout=60) as pool:
+    with RankPool(4) as pool:
         yield pool
 
 
@@ -346,7 +346,7 @@ def kept_rank() -> tuple[int, list[int]]:
 
     def held() -> int:
         # A thread of the process group may let go of what it sent a moment after the wait for it.
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + PATIENCE / 2
         while (found := sum(size for storage, size in moved if not storage.expired())) and time.monotonic() < deadline:
             time.sleep(0.01)
         return found

@@ -322,7 +322,7 @@ def test_a_long_row_equals_one_rank(pool: RankPool) -> None:
 )
 def test_262144_tokens_over_four_ranks(layers: str, document: int) -> None:
     case = long_context.make_case(long_context.LENGTH, document=document, layers=layers)
-    with RankPool(4, timeout=600) as patient:
+    with RankPool(4) as patient:
         results = patient.run(long_context.train_step, case)
     assert len({(result.loss, result.grad_norm) for result in results}) == 1
     assert 3.0 < results[0].loss < 12.0

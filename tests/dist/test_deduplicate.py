@@ -32,7 +32,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankPool]:
-    with RankPool(4, timeout=60) as pool:
+    with RankPool(4) as pool:
         yield pool
 
 

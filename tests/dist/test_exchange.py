@@ -40,7 +40,7 @@ LR = 0.02
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(4, timeout=60) as ranks:
+    with RankPool(4) as ranks:
         yield ranks
 
 
@@ -49,8 +49,22 @@ def random(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=g, dtype=dtype) for name, (_, shape, _) in PARAMETERS.items()}
 
 
-def run_muon(mesh: Mesh, dtype: torch.dtype, config: OptimConfig) -> dict[str, Tensor]:
-    """This rank's slices of the weights after three steps, and of the momenta if it owns them."""
+def cease(gradients: dict[str, Tensor]) -> None:
+    """No gradient for some matrices, and none for the part of one rank of others."""
+    gradients["down"].zero_()
+    gradients["experts.up"][2] = 0
+    gradients["experts.down"][0] = 0
+    gradients["q"][4:8] = 0  # a head
+    gradients["gate"][:16] = 0  # the first of four parts
+    gradients["experts.up"][3, 4:8] = 0
+
+
+def run_muon(mesh: Mesh, dtype: torch.dtype, config: OptimConfig, *, ceasing: bool = False) -> dict[str, Tensor]:
+    """This rank's slices of the weights after three steps, and of the momenta if it owns them.
+
+    Args:
+        ceasing: as `cease`, after the first step.
+    """
     values = random(0, dtype)
     params = {name: nn.Parameter(spec.take(values[name], mesh)) for name, spec in SPECS.items()}
     axes = {name: mesh.replicas if spec.copies == "replicas" else mesh.dense for name, spec in SPECS.items()}
@@ -59,14 +73,16 @@ def run_muon(mesh: Mesh, dtype: torch.dtype, config: OptimConfig) -> dict[str, T
     optimizer = ShardedOptimizer(params, roles=roles, config=config, dp=dp, specs=SPECS, tp=mesh.tp)
     for step in range(3):
         gradients = random(step + 1, torch.promote_types(dtype, torch.float32))
+        if ceasing and step > 0:
+            cease(gradients)
         owned = {name: SPECS[name].take(x, mesh) for name, x in gradients.items() if name in dp.owned_names}
         optimizer.step(owned, lr=LR)
     return {name: param.detach() for name, param in params.items()} | optimizer.state_dict()
 
 
-def muon_on_rank(dtype: torch.dtype, config: OptimConfig) -> dict[str, Tensor]:
+def muon_on_rank(dtype: torch.dtype, config: OptimConfig, ceasing: bool = False) -> dict[str, Tensor]:
     world = dist.get_world_size()
-    return run_muon(make_mesh(ParallelConfig(tp=world), world), dtype, config)
+    return run_muon(make_mesh(ParallelConfig(tp=world), world), dtype, config, ceasing=ceasing)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +99,26 @@ def test_cut_matrices_are_updated_as_whole_ones(pool: RankPool, options: dict[st
             held = [rank[key] for rank in ranks if key in rank]
             found = held[0] if dim is None else torch.cat(held, dim=dim)
             torch.testing.assert_close(found, whole[key], rtol=1e-9, atol=1e-11, msg=key)
+
+
+def test_matrices_without_a_gradient_rest_whether_cut_or_whole(pool: RankPool) -> None:
+    config = OptimConfig(ns_dtype="fp64")
+    whole = run_muon(Mesh(), torch.float64, config, ceasing=True)
+    ranks = pool.run(muon_on_rank, torch.float64, config, True)
+    for name, (_, _, dim) in PARAMETERS.items():
+        held = [rank[name] for rank in ranks]
+        found = held[0] if dim is None else torch.cat(held, dim=dim)
+        torch.testing.assert_close(found, whole[name], rtol=1e-9, atol=1e-11, msg=name)
+    # One step with a gradient and two without.
+    first = random(1, torch.float64)
+    for name, place in (("down", slice(None)), ("experts.up", 2), ("experts.down", 0), ("q", slice(4, 8))):
+        weight = random(0, torch.float64)[name][place] * (1 - LR * 0.1) ** 3
+        update = first_update(first[name][place]) * (1 - LR * 0.1) ** 2
+        torch.testing.assert_close(whole[name][place], weight + update, rtol=1e-9, atol=1e-11)
+    for name, place in (("gate", slice(0, 16)), ("experts.up", (3, slice(4, 8)))):
+        # What had a gradient elsewhere moved on here too.
+        weight = random(0, torch.float64)[name][place] * (1 - LR * 0.1) ** 3
+        assert (whole[name][place] - weight).norm() > 2 * LR
 
 
 @pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])

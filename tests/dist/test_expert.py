@@ -38,7 +38,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(2, timeout=60) as two, RankPool(4, timeout=60) as four:
+    with RankPool(2) as two, RankPool(4) as four:
         yield {2: two, 4: four}
 
 

@@ -44,7 +44,7 @@ Balance = dict[str, dict[str, float | int]]
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankPool]:
-    with RankPool(4, timeout=90) as pool:
+    with RankPool(4) as pool:
         yield pool
 
 

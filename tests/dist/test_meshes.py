@@ -70,7 +70,7 @@ MOVED = {"tp": "tp all_gather", "pp": "pp send", "ep": "ep all_to_all", "cp": "c
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(2) as two, RankPool(4) as four, RankPool(8, timeout=180) as eight:
+    with RankPool(2) as two, RankPool(4) as four, RankPool(8) as eight:
         yield {2: two, 4: four, 8: eight}
 
 

@@ -37,7 +37,7 @@ LENGTH = 24
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(2, timeout=60) as two, RankPool(4, timeout=60) as four:
+    with RankPool(2) as two, RankPool(4) as four:
         yield {2: two, 4: four}
 
 
@@ -199,7 +199,7 @@ def one_bank_for_all_microbatches(mesh: ParallelConfig) -> None:
 
 
 def test_rows_of_another_microbatch_are_never_read() -> None:
-    with RankPool(2, timeout=20) as pool, pytest.raises(RankError, match="one for all: row 0 came twice"):
+    with RankPool(2, grace=2.0) as pool, pytest.raises(RankError, match="one for all: row 0 came twice"):
         pool.run(one_bank_for_all_microbatches, PLAIN["pp2-vpp2"])
 
 
@@ -214,7 +214,7 @@ def fail_on_rank(mesh: ParallelConfig, rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_takes_the_other_down(rank: int) -> None:
     with (
-        RankPool(2, timeout=30) as pool,
+        RankPool(2, grace=2.0) as pool,
         pytest.raises(RankError, match=rf"(?s)rank {rank}:.*shape '\[2\]' is invalid"),
     ):
         pool.run(fail_on_rank, PLAIN["pp2-vpp2"], rank)

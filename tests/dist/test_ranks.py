@@ -40,7 +40,7 @@ def test_a_failure_is_raised_with_its_rank_and_cause(pool: RankPool, rank: int) 
 
 
 def test_a_rank_left_alone_in_a_collective_does_not_hang_the_test() -> None:
-    with RankPool(2) as pool, pytest.raises(RankError, match="left alone"):
+    with RankPool(2, grace=2.0) as pool, pytest.raises(RankError, match="left alone"):
         pool.run(leave_rank_0_alone)
 
 

@@ -28,7 +28,7 @@ BIAS = "layers.2.ffn.router.bias"
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(4, timeout=120) as ranks:
+    with RankPool(4) as ranks:
         yield ranks
 
 
@@ -132,7 +132,7 @@ def test_a_run_stops_and_its_last_checkpoint_is_intact(tmp_path: Path) -> None:
     # With this balancing a bias moves from where it is: what differs once differs for ever.
     options = ["train.replica_check_every=2", "checkpoint.every=2", "train.precision=fp32", "model.moe.balancing=sign"]
     arguments = overrides(tmp_path / "run", corpus, "train.steps=8", *options)
-    with RankPool(2, timeout=120) as two:
+    with RankPool(2) as two:
         results = two.run(run_with_a_fault, arguments, 3)
         assert results == [results[0]] * 2
         status, message = results[0]

@@ -51,7 +51,7 @@ def ranks_of(mesh: str) -> int:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(2, timeout=60) as two, RankPool(4, timeout=60) as four:
+    with RankPool(2) as two, RankPool(4) as four:
         yield {2: two, 4: four}
 
 

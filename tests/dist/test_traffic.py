@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow  # steps on many meshes
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(4, timeout=180) as ranks:
+    with RankPool(4) as ranks:
         yield ranks
 
 

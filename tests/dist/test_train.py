@@ -23,7 +23,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, timeout=120) as ranks:
+    with RankPool(2) as ranks:
         yield ranks
 
 
@@ -90,7 +90,7 @@ def test_two_ranks_equal_one(tmp_path: Path, corpus: Path, pool: RankPool, alone
 )
 def test_four_ranks_equal_one(tmp_path: Path, corpus: Path, alone: Path, mesh: list[str]) -> None:
     options = ["train.steps=8", "evaluate.every=4", *PROOF, *mesh]
-    with RankPool(4, timeout=180) as four:
+    with RankPool(4) as four:
         assert four.run(train_rank, overrides(tmp_path, corpus, *options)) == [0] * 4
     check_equal(tmp_path, alone, step=8)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import launch.train
 from launch.train import fail, first_to_fail, main
+from tests.dist.ranks import PATIENCE
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 
 pytestmark = pytest.mark.slow  # whole runs
@@ -130,7 +131,6 @@ def test_what_can_work_gets_as_far_as_the_process_group(
 
 # --- in the middle of a run ---
 
-PATIENCE = 120.0
 # Imported by every Python process of the run; rank 1 fails in the forward pass of its third step.
 INJECTION = """
 import os
@@ -208,7 +208,7 @@ def test_ctrl_c_on_several_ranks_is_said_once_and_what_follows_is_no_error(tmp_p
 
 
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(tmp_path: Path, corpus: Path) -> None:
-    arguments = overrides(tmp_path / "run", corpus, "train.steps=8", "run.timeout=5")
+    arguments = overrides(tmp_path / "run", corpus, "train.steps=8", "run.timeout=20")
     status, lines = train_on_two_ranks(tmp_path, arguments, fault="import time; time.sleep(1000)")
     assert status != 0
     assert any(line.startswith("error: rank 0:") for line in lines)

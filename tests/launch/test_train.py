@@ -13,6 +13,7 @@ import torch
 from data.manifest import read_manifest
 from launch.train import main, too_little_memory
 from tests.data.corpora import write_corpus
+from tests.dist.ranks import PATIENCE
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
 from train import staging
 from train.checkpoint import CheckpointStore
@@ -114,7 +115,10 @@ def test_a_folder_made_by_another_config_is_refused_with_a_classified_difference
     error = capsys.readouterr().err
     assert "this folder was made by another config; set another run.dir" in error
     assert "model.moe.experts: 8 -> 4  (another model" in error
-    assert "optim.lr: 0.004 -> 0.001  (another optimizer)" in error
+    assert (
+        "optim.lr: 0.004 -> 0.001  (another learning rate: step 1 was done at 0.0008 and would have been at 0.0002)"
+        in error
+    )
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -292,7 +296,7 @@ def test_an_interrupted_run_says_that_it_resumes_and_does(tmp_path: Path, corpus
         while not process.stdout.readline().startswith("step "):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -164,3 +164,11 @@ def test_quantile_balancing_evens_out_a_skewed_router() -> None:
         bias = quantile_bias(scores, bias, k=2)
     assert spread[0] > 3
     assert spread[-1] < 1.2
+
+
+def test_a_step_without_tokens_leaves_the_bias() -> None:
+    bias = torch.tensor([0.3, -0.1, -0.2])
+    nothing = torch.zeros(3, 1000, dtype=torch.int32)
+    assert torch.equal(bias_from_histogram(nothing, bias, k=1), bias)
+    still = bias_from_load(torch.zeros(3, dtype=torch.int64), bias, step=0.001)
+    torch.testing.assert_close(still, bias, rtol=0, atol=1e-7)

@@ -3,17 +3,17 @@
 Processes that are killed come from a fork server, which has no threads to fork wrongly.
 """
 
+import itertools
 import logging
 import multiprocessing
 import os
-import random
 import re
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.dist.ranks import PATIENCE
 from tests.train.test_checkpoint import blank, folder, opened, sample_tensors, save_steps
 from train import staging
 from train.checkpoint import CheckpointError, CheckpointStore
@@ -257,85 +258,80 @@ def test_a_file_size_limit_is_one_clear_error_and_loses_nothing(tmp_path: Path) 
     process = FORKSERVER.Process(target=_save_beyond_the_file_size_limit, args=(tmp_path, sender))
     process.start()
     sender.close()
-    process.join(20)
+    process.join()
     message, found = receiver.recv()
     assert "step-00000002: save failed on rank 0: File too large; raise the file size limit" in message
     assert found == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+
+
 def _fork_savers(root: Path, requests: Connection) -> None:
-    """Fork a process that saves until it is killed, once per request; answer with its id, reap it."""
+    """Fork a process that saves, once per request, a number; answer whether the save came to its end."""
     torch.set_num_threads(1)
     while True:
         try:
-            durable = requests.recv()
+            point = requests.recv()
         except EOFError:
             return
         pid = os.fork()
         if pid == 0:
-            _save_until_killed(root, durable)
-        durable.close()
-        requests.send(pid)
-        os.waitpid(pid, 0)
-        requests.send(None)
+            _save_until_killed(root, point)
+        requests.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0)
 
 
-def _save_until_killed(root: Path, durable: Connection) -> None:
-    """Resume, then save step after step; report each when it is durable."""
+def _save_until_killed(root: Path, point: int) -> None:
+    """Save the step after the newest one; the process is killed before operation ``point`` on files of ``root``."""
+    operations = itertools.count()
+
+    def kill_at_point(event: str, arguments: tuple[object, ...]) -> None:
+        if event in FILE_OPERATIONS and str(arguments[0]).startswith(str(root)) and next(operations) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     with opened(root, keep=1) as store:
-        step = store.latest() or 0
-        while True:
-            step += 1
-            tensors = {f"w{index}": torch.full((50_000,), float(step)) for index in range(4)}
-            store.save(step, tensors=tensors, state={"step": step})
-            store.wait()
-            durable.send(step)
+        step = (store.latest() or 0) + 1
+        sys.addaudithook(kill_at_point)
+        store.save(step, tensors=weights(step), state={"step": step})
+    os._exit(0)
 
 
-def last_received(receiver: Connection, *, default: int) -> int:
-    """The last step in a pipe whose writers are dead."""
-    try:
-        while True:
-            default = receiver.recv()
-    except EOFError:
-        return default
+def weights(step: int) -> dict[str, Tensor]:
+    return {f"w{index}": torch.full((50_000,), float(step)) for index in range(4)}
 
 
-def test_killed_at_twenty_points_of_a_save_every_restart_finds_a_whole_checkpoint(tmp_path: Path) -> None:
-    random.seed(5)
-    leftovers = 0
+def test_killed_before_any_operation_of_a_save_every_restart_finds_a_whole_checkpoint(tmp_path: Path) -> None:
     requests, theirs = FORKSERVER.Pipe()
     forker = FORKSERVER.Process(target=_fork_savers, args=(tmp_path, theirs))
     forker.start()
     theirs.close()
-    for attempt in range(20):
-        receiver, sender = FORKSERVER.Pipe(duplex=False)
-        requests.send(sender)
-        sender.close()
-        pid = requests.recv()
-        durable = receiver.recv()
-        time.sleep((attempt + random.random()) * 0.002)
-        os.kill(pid, signal.SIGKILL)
-        requests.recv()
-        durable = last_received(receiver, default=durable)
+    newest, leftovers, ended = 0, 0, False
+    for point in itertools.count():
+        requests.send(point)
+        ended = requests.recv()
         leftovers += any(".tmp-" in path.name for path in tmp_path.iterdir())
         with opened(tmp_path, keep=1) as store:
             found = store.latest()
-            assert found is not None
-            assert found in (durable, durable + 1)
-            loaded = {f"w{index}": torch.zeros(50_000) for index in range(4)}
-            assert store.load(found, tensors=loaded) == {"step": found}
-        assert all(bool((tensor == found).all()) for tensor in loaded.values())
+            assert (found or 0) in (newest, newest + 1)
+            if found is not None:
+                loaded = {name: torch.zeros_like(tensor) for name, tensor in weights(found).items()}
+                assert store.load(found, tensors=loaded) == {"step": found}
+                assert all(bool((tensor == found).all()) for tensor in loaded.values())
+            newest = found or 0
+        if ended:
+            break
     requests.close()
-    forker.join(10)
-    assert leftovers >= 5, "the kills must hit saves under way"
+    forker.join()
+    assert point > 20
+    assert leftovers > 10, "the kills must hit saves under way"
 
 
 def test_a_reader_never_sees_a_partial_checkpoint_or_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_steps(tmp_path, 1, keep=1)
     seen: list[int] = []
     stop = threading.Event()
+    polled = threading.Semaphore(0)
     failures: list[BaseException] = []
 
     def poll() -> None:
@@ -344,6 +340,7 @@ def test_a_reader_never_sees_a_partial_checkpoint_or_none(tmp_path: Path, caplog
                 found = staging.find_verified(tmp_path)
                 assert found is not None
                 seen.append(found.step)
+                polled.release()
         except BaseException as error:
             failures.append(error)
 
@@ -354,9 +351,15 @@ def test_a_reader_never_sees_a_partial_checkpoint_or_none(tmp_path: Path, caplog
             # Every third step is saved twice: replacing must not open a gap either.
             for _ in range(1 + (step % 3 == 0)):
                 store.save(step, tensors={"w": torch.full((2000,), step)}, state={})
+            if step % 4 == 0:
+                # The second of the next two began after the save before this one was published.
+                while polled.acquire(blocking=False):
+                    pass
+                assert polled.acquire(timeout=PATIENCE)
+                assert polled.acquire(timeout=PATIENCE)
         store.wait()
         stop.set()
-        reader.join(10)
+        reader.join()
     assert failures == []
     assert seen == sorted(seen)
     assert len(set(seen)) > 10

@@ -71,3 +71,33 @@ def test_batch_errors(batch: BatchConfig, dp: int, name: str) -> None:
 
 def test_a_batch_that_divides_is_fine() -> None:
     assert BatchConfig(length=8, sequences=12, microbatch=3).errors(4) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "dp", "pp", "size"),
+    [
+        (BatchConfig(length=512, sequences=8), 1, 1, 4),
+        (BatchConfig(length=512, sequences=8), 2, 1, 4),
+        (BatchConfig(length=512, sequences=8), 4, 1, 2),
+        (BatchConfig(length=512, sequences=8), 8, 1, 1),
+        (BatchConfig(length=512, sequences=12), 2, 1, 3),
+        (BatchConfig(length=512, sequences=14), 2, 1, 1),
+        (BatchConfig(length=512, sequences=8), 2, 2, 2),
+        (BatchConfig(length=512, sequences=8), 2, 8, 1),
+        (BatchConfig(length=8192, sequences=8), 2, 1, 1),
+        (BatchConfig(length=512, sequences=8, microbatch=2), 1, 1, 2),
+    ],
+    ids=lambda value: f"{value.sequences}x{value.length}" if isinstance(value, BatchConfig) else str(value),
+)
+def test_a_microbatch_that_is_not_given_fits(batch: BatchConfig, dp: int, pp: int, size: int) -> None:
+    assert batch.errors(dp) == []
+    assert batch.microbatch_of(dp=dp, pp=pp) == size
+
+
+@pytest.mark.parametrize(("dp", "remedy"), [(16, "parallel.cp=2"), (3, "parallel.cp=3"), (12, "parallel.cp=3")])
+def test_ranks_that_do_not_divide_get_a_remedy_that_works(dp: int, remedy: str) -> None:
+    batch = BatchConfig(length=512, sequences=8)
+    (error,) = batch.errors(dp)
+    assert remedy in error
+    assert batch.errors(dp // int(remedy[-1])) == []
+    assert BatchConfig(length=512, sequences=int(error.rsplit("=", 1)[1])).errors(dp) == []

@@ -31,9 +31,10 @@ from parallel.config import ParallelConfig
 from parallel.mesh import Mesh, Traffic, make_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice, parameter_specs
-from train.build import DTYPES, Rig, build_rig, checkpoint_tensors
+from train.build import Rig, build_rig, checkpoint_tensors
 from train.config import RunConfig
 from train.phases import BatchConfig
+from train.precision import DTYPES
 from train.settings import RunSettings, TrainSettings
 from train.step import Stepper, StepResult
 
