@@ -133,15 +133,10 @@ class LocalAttention:
             cache.latent_BTR = torch.cat([cache.latent_BTR, latent_BTR], dim=1)
             cache.shared_key_BTP = torch.cat([cache.shared_key_BTP, shared_key_BTP], dim=1)
             return _attend_latent(q_BTHQ, cache, up_weight, value_dim=value_dim)
-        heads, q_dim = q_BTHQ.shape[2:]
-        kv = product(latent_BTR, up_weight).unflatten(-1, (heads, -1))
-        k_nope, v = kv.split([kv.shape[-1] - value_dim, value_dim], dim=-1)
-        k_shared = shared_key_BTP.unsqueeze(2).expand(-1, -1, heads, -1)
-        q, k, v = (x.transpose(1, 2) for x in (q_BTHQ, torch.cat([k_nope, k_shared], dim=-1), v))
-        if v.device.type == "cpu":
-            # The fused CPU kernel wants one head dim; without the padding it falls back to a ten times slower path.
-            v = F.pad(v, (0, q_dim - value_dim)) if q_dim > value_dim else v
-        scale = q_dim**-0.5
+        q, scale = q_BTHQ.transpose(1, 2), q_BTHQ.shape[3] ** -0.5
+        k, v = expand_latent(
+            latent_BTR, shared_key_BTP, up_weight, product=product, heads=q_BTHQ.shape[2], value_dim=value_dim
+        )
         outputs = []
         for start, stop in documents.spans():
             q_doc, k_doc, v_doc = (x[:, :, start:stop] for x in (q, k, v))
@@ -150,6 +145,23 @@ class LocalAttention:
                 track_max_logit(q_doc.detach(), k_doc.detach(), scale, stats.max_logit_H, kernel=self.kernel)
         o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         return o[..., :value_dim].transpose(1, 2)
+
+
+def expand_latent(
+    latent_BTR: Tensor, shared_key_BTP: Tensor, up_weight: Tensor, *, product: Product, heads: int, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Keys [B, H, T, N + P] and values [B, H, T, V] of all heads; arguments as for `AttentionCore`.
+
+    On a CPU zeros widen the values to the keys' width: the fused kernel wants one head dim, and otherwise falls back to
+    a ten times slower path.
+    """
+    kv = product(latent_BTR, up_weight).unflatten(-1, (heads, -1))
+    k_nope, v = kv.split([kv.shape[-1] - value_dim, value_dim], dim=-1)
+    k_shared = shared_key_BTP.unsqueeze(2).expand(-1, -1, heads, -1)
+    k, v = (x.transpose(1, 2) for x in (torch.cat([k_nope, k_shared], dim=-1), v))
+    if v.device.type == "cpu" and k.shape[-1] > value_dim:
+        v = F.pad(v, (0, k.shape[-1] - value_dim))
+    return k, v
 
 
 def _attend_latent(q_BTHQ: Tensor, cache: MLACache, up_weight: Tensor, *, value_dim: int) -> Tensor:

@@ -24,7 +24,8 @@ from model.precision import set_precision
 from model.widen import widen
 from parallel.context import install_context
 from parallel.expert import install_experts
-from parallel.mesh import ExpertsConfig, Mesh
+from parallel.expert.config import ExpertsConfig
+from parallel.mesh import Mesh
 from parallel.pipeline.deferred import DeferredGradients
 from parallel.pipeline.layout import PipelineLayout
 from parallel.pipeline.stage import keep_part

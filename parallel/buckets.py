@@ -80,7 +80,7 @@ class _Kind(NamedTuple):
 def plan_buckets(
     sizes: Mapping[str, int],
     *,
-    dp: int,
+    ranks: int,
     bucket_bytes: int,
     cost: Mapping[str, float],
     dtypes: Mapping[str, torch.dtype],
@@ -97,15 +97,15 @@ def plan_buckets(
 
     Args:
         sizes: elements of each parameter, in the order of the model.
-        dp: ranks.
+        ranks: that train these parameters.
         bucket_bytes: gradient bytes at which a bucket closes.
         cost: work of updating each parameter, any unit.
         dtypes: dtype of each parameter; a bucket holds one.
-        copies: how many of the ranks hold each parameter, a divisor of ``dp``; None: all do.
+        copies: how many of the ranks hold each parameter, a divisor of ``ranks``; None: all do.
         parts: virtual stage of each parameter; a bucket holds one. None: there is one part.
         pinned: parameters in buckets of their own, which copy 0 owns, so that other ranks know without this plan.
     """
-    copies = dict.fromkeys(sizes, dp) if copies is None else copies
+    copies = dict.fromkeys(sizes, ranks) if copies is None else copies
     parts = dict.fromkeys(sizes, 0) if parts is None else parts
     totals: Counter[int] = Counter()
     for name, size in sizes.items():
@@ -122,11 +122,11 @@ def plan_buckets(
     closed.extend(filling.items())
 
     costs = [sum(cost[slot.name] for slot in slots) for _, slots in closed]
-    load = [0.0] * dp
+    load = [0.0] * ranks
     owners = [0] * len(closed)
     for index in sorted(range(len(closed)), key=lambda i: (not closed[i][0].pinned, -costs[i])):
-        width = dp // closed[index][0].copies
-        loads = [max(load[first : first + width]) for first in range(0, dp, width)]
+        width = ranks // closed[index][0].copies
+        loads = [max(load[first : first + width]) for first in range(0, ranks, width)]
         owners[index] = owner = 0 if closed[index][0].pinned else loads.index(min(loads))
         for rank in range(owner * width, (owner + 1) * width):
             load[rank] += costs[index]
@@ -135,7 +135,7 @@ def plan_buckets(
             Bucket(tuple(slots), _end(slots), kind.copies, owner, kind.part)
             for (kind, slots), owner in zip(closed, owners)
         ),
-        ranks=dp,
+        ranks=ranks,
     )
 
 

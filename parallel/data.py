@@ -184,7 +184,7 @@ class DataParallel:
         sizes = {name: param.numel() for name, param in params.items()}
         self.plan = plan_buckets(
             sizes,
-            dp=axis.size,
+            ranks=axis.size,
             bucket_bytes=bucket_bytes,
             cost=sizes if cost is None else cost,
             dtypes={name: param.dtype for name, param in params.items()},

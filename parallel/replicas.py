@@ -2,8 +2,8 @@
 
 A broken link, a flipped bit or a step that one rank computes otherwise leaves no trace in the loss for a long time.
 So every so often each rank hashes what it holds, and ranks that hold copies compare: of a parameter those of its
-owners axis (`parallel.sharding.ShardSpec`), of a buffer (the router biases, which every rank updates for itself) the
-whole stage.
+axis of copies (`parallel.sharding.ShardSpec`), of a buffer (the router biases, which every rank updates for itself) all
+`replicas` of the stage.
 
     hash     one int64 a tensor, on the device: its bits as integers, each times an odd number that depends on the
              place, summed modulo 2^64. An odd factor is invertible there, so no single flipped bit can go unseen.
@@ -103,10 +103,10 @@ def _copies(model: KimiModel, mesh: Mesh) -> list[Copy]:
     """Everything of this rank that others hold too; other ranks of an axis list the same in the same order."""
     specs = parameter_specs(model, mesh=mesh)
     copies = [
-        Copy(name, tuple(part.start for part in specs[name].slices(mesh)), param, axis_of(mesh, specs[name].owners))
+        Copy(name, tuple(part.start for part in specs[name].slices(mesh)), param, axis_of(mesh, specs[name].copies))
         for name, param in model.named_parameters()
     ]
-    copies += [Copy(name, (0,) * buffer.dim(), buffer, mesh.stage) for name, buffer in model.named_buffers()]
+    copies += [Copy(name, (0,) * buffer.dim(), buffer, mesh.replicas) for name, buffer in model.named_buffers()]
     tied = tied_to(model, mesh=mesh)
     if tied is not None:
         copies += [copy._replace(axis=tied) for copy in copies if copy.name == EMBEDDING]

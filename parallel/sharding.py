@@ -40,14 +40,14 @@ class ShardSpec:
     shards: tuple[tuple[int, str], ...] = ()
 
     @property
-    def owners(self) -> str:
+    def copies(self) -> str:
         """The axis whose ranks hold copies of this slice; its gradient is the sum over them, brought to one owner.
 
-        "stage" for a whole parameter (each tp rank's gradient is a part too: that of its tokens or heads), "dense" for
-        one that is cut over tp, "expert_dp" for experts.
+        "replicas" for a whole parameter (each tp rank's gradient is a part too: that of its tokens or heads),
+        "dense" for one that is cut over tp, "expert_dp" for experts.
         """
         cut = {axis for _, axis in self.shards}
-        return "expert_dp" if "ep" in cut else "dense" if "tp" in cut else "stage"
+        return "expert_dp" if "ep" in cut else "dense" if "tp" in cut else "replicas"
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of this rank's slice."""

@@ -10,8 +10,9 @@ what lies between regions runs on slices of the sequence, [B, T / tp, D], and is
 around the plain modules, which keep their names and their code.
 
 A parameter that is whole (a norm, a router, a low rank's down-projection) has on each rank the gradient of the rank's
-tokens or heads: a part, whose sum over `stage` is the gradient. A parameter that is cut has the whole gradient of its
-slice, summed over `dense`. Both sums are those that data parallelism makes; `parallel.shard_table` says which is whose.
+tokens or heads: a part, whose sum over `replicas` is the gradient. A parameter that is cut has the whole gradient of
+its slice, summed over `dense`. Both sums are those that data parallelism makes; `parallel.shard_table` says which is
+whose.
 
 Decoding feeds one token, which cannot be cut: inside `whole_sequence` every rank holds all tokens everywhere.
 Entering a region needs no communication; leaving it is an all-reduce.

@@ -19,8 +19,9 @@ from optim.qk_clip import QKClipTarget
 from parallel.apply import Install, parallelize
 from parallel.cost import training_flops
 from parallel.data import DataParallel
+from parallel.expert.config import ExpertsConfig
 from parallel.grads import EMBEDDING
-from parallel.mesh import Axis, ExpertsConfig, Mesh
+from parallel.mesh import Axis, Mesh
 from parallel.pipeline.deferred import DeferredGradients, deferral
 from parallel.pipeline.layout import PipelineLayout, make_layout
 from parallel.pipeline.runtime import Pipeline
@@ -196,8 +197,8 @@ def build_optimizer(
     groups = make_groups(params, roles=roles, config=config, specs=specs)
     dp = DataParallel(
         params,
-        axis=mesh.stage,
-        axes={name: axis_of(mesh, spec.owners) for name, spec in specs.items()},
+        axis=mesh.replicas,
+        axes={name: axis_of(mesh, spec.copies) for name, spec in specs.items()},
         parts=None if layout is None else parameter_stages(model, layout),
         pinned=() if tied_to(model, mesh=mesh) is None else (EMBEDDING,),
         zero=zero,
@@ -263,7 +264,7 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
     folder, world, seed = Path(config.run.dir), mesh.world, config.run.seed
     loader = open_loader(config.data, cache=Path(config.run.cache), vocab_size=config.model.vocab_size, seed=seed)
     rule = parse_rule(config.routing.force)
-    forced = None if rule is None else ForcedRouting(rule, seed=seed, axis=mesh.stage)
+    forced = None if rule is None else ForcedRouting(rule, seed=seed, axis=mesh.replicas)
     rig = build_rig(config, mesh=mesh, device=device, observers=() if forced is None else (forced.install,))
     store = CheckpointStore(
         folder / CHECKPOINTS,
@@ -396,7 +397,7 @@ def checkpoint_tensors(
     """
     params = dict(model.named_parameters())
     tensors = {f"model/{name}": params[name].detach() for name in dp.owned_names}
-    if mesh.stage.rank == 0:
+    if mesh.replicas.rank == 0:
         tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     tensors |= {f"optim/{name}": value for name, value in optimizer.state_dict().items()}
     tied = tied_to(model, mesh=mesh)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 from data.loader import DataConfig
 from model.config import ModelConfig
 from optim.groups import OptimConfig
-from parallel.mesh import ParallelConfig
+from parallel.config import ParallelConfig
 from parallel.recompute import RecomputeConfig
 from train.checkpoint import CheckpointConfig
 from train.forced_routing import RoutingSettings

@@ -126,7 +126,7 @@ class Stepper:
         Returns:
             Of the whole model, on every rank: the load [MoE layers, experts] on the host, and the largest logit.
         """
-        stage, pp = self.mesh.stage, self.mesh.pp
+        stage, pp = self.mesh.replicas, self.mesh.pp
         for counts in (stats.load, stats.histogram):
             combine_in_place(counts, stage)
         combine_in_place(stats.max_logit, stage, op=dist.ReduceOp.MAX)

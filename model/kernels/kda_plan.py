@@ -91,6 +91,9 @@ class Plans:
             self._made[key] = make_plan(offsets, heads=heads, device=device)
         return self._made[key]
 
+    def __len__(self) -> int:
+        return len(self._made)
+
 
 def make_plan(offsets: tuple[int, ...], *, heads: int, device: torch.device) -> Plan:
     """The plan of documents with these offsets into the tokens of all rows; its tensors lie on ``device``."""

@@ -20,9 +20,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from model.documents import Documents
+from model.mla import expand_latent
 from model.products import Product
 from model.seams import AttentionCore, AttentionKernel, MLACache
 from model.stats import LayerStats
@@ -154,13 +154,10 @@ def attend_own_queries(
     heads, q_dim = q_BTHQ.shape[2:]
     # Of the sequence, only what the slice's documents can see: from the first one's beginning on.
     seen = slice(documents.first_start, documents.start + documents.length)
-    kv = product(latent[:, seen], up_weight).unflatten(-1, (heads, -1))
-    k_nope, v = kv.split([kv.shape[-1] - value_dim, value_dim], dim=-1)
-    k_shared = shared_key[:, seen].unsqueeze(2).expand(-1, -1, heads, -1)
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHQ, torch.cat([k_nope, k_shared], dim=-1), v))
-    if v.device.type == "cpu":
-        # As in `LocalAttention`: the fused CPU kernel wants one head dim.
-        v = F.pad(v, (0, q_dim - value_dim)) if q_dim > value_dim else v
+    q = q_BTHQ.transpose(1, 2)
+    k, v = expand_latent(
+        latent[:, seen], shared_key[:, seen], up_weight, product=product, heads=heads, value_dim=value_dim
+    )
     past = documents.start - documents.first_start
     outputs = []
     for begin, end in documents.spans():

@@ -16,8 +16,9 @@ from model.kimi import KimiModel
 from model.params import ParamRole, named_roles
 from model.precision import compute_dtype, set_precision
 from parallel.buckets import BucketPlan, plan_buckets
+from parallel.config import ParallelConfig
 from parallel.grads import EMBEDDING
-from parallel.mesh import Axis, Mesh, ParallelConfig, Traffic, axis_lines
+from parallel.mesh import Axis, Mesh, Traffic, axis_lines
 from parallel.pipeline.layout import PipelineLayout, make_layout
 from parallel.pipeline.stage import keep_part, parameter_stages
 from parallel.rounds import Round, Shape, plan_rounds
@@ -152,7 +153,7 @@ class Held:
 
     def axis(self, name: str) -> Axis:
         """The ranks that hold copies of a parameter."""
-        return axis_of(self.mesh, self.specs[name].owners)
+        return axis_of(self.mesh, self.specs[name].copies)
 
 
 def mesh_at(config: ParallelConfig, world_size: int, *, rank: int) -> Mesh:
@@ -191,11 +192,11 @@ def held_by(plan: StepPlan, *, rank: int, cost: Mapping[str, float] | None = Non
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     buckets = plan_buckets(
         sizes,
-        dp=mesh.stage.size,
+        ranks=mesh.replicas.size,
         bucket_bytes=plan.bucket_bytes,
         cost=sizes if cost is None else cost,
         dtypes=dtypes,
-        copies={name: axis_of(mesh, spec.owners).size for name, spec in specs.items()},
+        copies={name: axis_of(mesh, spec.copies).size for name, spec in specs.items()},
         parts=parameter_stages(model, layout),
         pinned=(EMBEDDING,) if plan.model.tie_embeddings and first != last else (),
     )
@@ -209,6 +210,6 @@ def held_by(plan: StepPlan, *, rank: int, cost: Mapping[str, float] | None = Non
         specs=specs,
         roles=named_roles(model),
         buckets=buckets,
-        owned=buckets.owned_by(mesh.stage.rank),
+        owned=buckets.owned_by(mesh.replicas.rank),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
     )

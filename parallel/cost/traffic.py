@@ -195,11 +195,11 @@ def _update_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
     _combine(ledger, mesh.world, 8)  # the gradients' squares, fp64
     if plan.model.tie_embeddings and held.first != held.last:
         # The owners of each slice of the embedding add up what its two uses made.
-        slices = mesh.stage.size // held.axis(held.head).size
+        slices = mesh.replicas.size // held.axis(held.head).size
         whole = math.prod(held.shapes[held.head]) * plan.wide
         ledger.ranks = 1
         ledger.add(mesh.ends, "all_reduce", whole, times=slices)
-        ledger.ranks = mesh.stage.size
+        ledger.ranks = mesh.replicas.size
     _statistics_traffic(ledger, plan, held)
     _matrix_traffic(ledger, plan, held)
 
@@ -214,9 +214,9 @@ def _statistics_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
     _combine(ledger, mesh.dp, 8)
     _combine(ledger, mesh.dense, 8)
     _combine(ledger, mesh.pp, 8)
-    _combine(ledger, mesh.stage, len(experts) * moe.experts * 8)
-    _combine(ledger, mesh.stage, len(experts) * moe.experts * bins * 4)
-    _combine(ledger, mesh.stage, len(attention) * heads * 4)
+    _combine(ledger, mesh.replicas, len(experts) * moe.experts * 8)
+    _combine(ledger, mesh.replicas, len(experts) * moe.experts * bins * 4)
+    _combine(ledger, mesh.replicas, len(attention) * heads * 4)
     _combine(ledger, mesh.pp, len(plan.model.moe_layers) * moe.experts * 8)
     _combine(ledger, mesh.pp, 4)
 
@@ -229,7 +229,7 @@ def _combine(ledger: _Ledger, axis: Axis, whole: int) -> None:
 def _matrix_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
     """Which matrices cut over tp have a gradient; then each to one rank, which orthogonalises it, and back:
     `optim.muon`, `optim.exchange`."""
-    tp, stage = held.mesh.tp, held.mesh.stage
+    tp, stage = held.mesh.tp, held.mesh.replicas
     ledger.ranks = 1
     for rank in range(stage.size):
         owned = [name for name in held.buckets.owned_by(rank) if held.is_cut(name, plan)]

@@ -11,10 +11,11 @@ from functools import partial
 
 from model.kimi import KimiModel
 from model.moe import MoE
+from parallel.expert.config import ExpertsConfig
 from parallel.expert.deduplicate import DeduplicatingDispatcher
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.expert.planner import plan, plan_home
-from parallel.mesh import Axis, ExpertsConfig
+from parallel.mesh import Axis
 
 
 def install_experts(model: KimiModel, *, axis: Axis, config: ExpertsConfig) -> None:

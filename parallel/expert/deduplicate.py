@@ -34,7 +34,7 @@ class Payloads(NamedTuple):
     send, receive: payloads to and from each rank.
     token_U: token of each payload that leaves, ascending within a rank.
     leaving: where each rank's payloads stand among those that leave.
-    payload_S: arriving payload of each padded row; their number where there is none.
+    payload_P: arriving payload of each padded row; their number where there is none.
     segments: the rows of each segment among the padded ones, without padding.
     """
 
@@ -42,7 +42,7 @@ class Payloads(NamedTuple):
     receive: list[int]
     token_U: Tensor
     leaving: Spans
-    payload_S: Tensor
+    payload_P: Tensor
     segments: Spans
 
 
@@ -53,7 +53,7 @@ class Deduplicated(NamedTuple):
     payloads: Payloads
     weights: ExpertWeights
     arrived_UL: Tensor
-    weight_S: Tensor
+    weight_P: Tensor
     loan: Loan | None
 
 
@@ -69,8 +69,8 @@ class DeduplicatingDispatcher(AllToAllDispatcher):
         weight_R1 = routing.weight_TK.view(tokens * routing.weight_TK.shape[1], 1).index_select(0, planned.sort.source)
         part = planned.part
         weight_N1 = all_to_all(weight_R1, self.axis, send=part.send, receive=part.receive)
-        weight_S = place_rows(weight_N1, planned.place).squeeze(1)
-        return Deduplicated(planned, payloads, weights, arrived_UL, weight_S, loan)
+        weight_P = place_rows(weight_N1, planned.place).squeeze(1)
+        return Deduplicated(planned, payloads, weights, arrived_UL, weight_P, loan)
 
     def _payloads(self, planned: Planned, expert_TK: Tensor) -> Payloads:
         """Collective."""
@@ -90,8 +90,8 @@ class DeduplicatingDispatcher(AllToAllDispatcher):
         begin = torch.tensor(receive).cumsum(0) - torch.tensor(receive)
         payload_N = index_N.long() + begin.repeat_interleave(torch.tensor(part.receive)).to(device)
         ends = planned.ends_S.tolist()
-        payload_S = torch.full((ends[-1],), sum(receive), device=device)
-        payload_S[planned.place.target] = payload_N
+        payload_P = torch.full((ends[-1],), sum(receive), device=device)
+        payload_P[planned.place.target] = payload_N
         starts = [0, *ends[:-1]]
         rows = part.arrivals_RS.sum(dim=0).tolist()
         return Payloads(
@@ -99,19 +99,19 @@ class DeduplicatingDispatcher(AllToAllDispatcher):
             receive,
             token_U=pair_U % max(1, tokens),
             leaving=[(a, a + n) for a, n in zip(first.tolist(), send)],
-            payload_S=payload_S,
+            payload_P=payload_P,
             segments=[(a, a + n) for a, n in zip(starts, rows)],
         )
 
     def receive(self, handle: Deduplicated) -> tuple[Received, ...]:  # type: ignore[override]
-        rows_SL = _PayloadsToRows.apply(handle.arrived_UL, handle.payloads.payload_S, handle.payloads.segments)
-        return self.split(rows_SL, handle.planned, handle.weights, handle.loan)
+        rows_PL = _PayloadsToRows.apply(handle.arrived_UL, handle.payloads.payload_P, handle.payloads.segments)
+        return self.split(rows_PL, handle.planned, handle.weights, handle.loan)
 
     def combine(self, rows_RL: Tensor, routing: Routing, handle: Deduplicated) -> Tensor:  # type: ignore[override]
         """As `TokenDispatcher.combine`; ``rows_RL`` are the padded rows of `receive`, with results."""
         payloads = handle.payloads
         sums_UL = _RowsToPayloads.apply(
-            rows_RL, handle.weight_S, payloads.payload_S, payloads.segments, sum(payloads.receive)
+            rows_RL, handle.weight_P, payloads.payload_P, payloads.segments, sum(payloads.receive)
         )
         back_UL = all_to_all(sums_UL, self.axis, send=payloads.receive, receive=payloads.send)
         if handle.loan is not None:
@@ -164,14 +164,14 @@ class _PayloadsToRows(torch.autograd.Function):
     """Each padded row from its payload; backward sums a payload's rows in the order of their segments."""
 
     @staticmethod
-    def forward(ctx: Any, arrived_UL: Tensor, payload_S: Tensor, segments: Spans) -> Tensor:
-        ctx.payload_S, ctx.segments, ctx.payloads = payload_S, segments, arrived_UL.shape[0]
-        return _look_up(arrived_UL, payload_S)
+    def forward(ctx: Any, arrived_UL: Tensor, payload_P: Tensor, segments: Spans) -> Tensor:
+        ctx.payload_P, ctx.segments, ctx.payloads = payload_P, segments, arrived_UL.shape[0]
+        return _look_up(arrived_UL, payload_P)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_SL: Tensor) -> tuple[Tensor, None, None]:
-        return _add(grad_SL, ctx.payload_S, ctx.segments, ctx.payloads).to(grad_SL.dtype), None, None
+    def backward(ctx: Any, grad_PL: Tensor) -> tuple[Tensor, None, None]:
+        return _add(grad_PL, ctx.payload_P, ctx.segments, ctx.payloads).to(grad_PL.dtype), None, None
 
 
 class _RowsToPayloads(torch.autograd.Function):
@@ -179,20 +179,20 @@ class _RowsToPayloads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_SL: Tensor, weight_S: Tensor, payload_S: Tensor, segments: Spans, payloads: int
+        ctx: Any, rows_PL: Tensor, weight_P: Tensor, payload_P: Tensor, segments: Spans, payloads: int
     ) -> Tensor:
-        ctx.save_for_backward(rows_SL, weight_S)
-        ctx.payload_S = payload_S
-        dtype = compute_dtype(rows_SL.dtype)
-        weighted = rows_SL.to(dtype) * weight_S.to(dtype).unsqueeze(1)
-        return _add(weighted, payload_S, segments, payloads).to(rows_SL.dtype)
+        ctx.save_for_backward(rows_PL, weight_P)
+        ctx.payload_P = payload_P
+        dtype = compute_dtype(rows_PL.dtype)
+        weighted = rows_PL.to(dtype) * weight_P.to(dtype).unsqueeze(1)
+        return _add(weighted, payload_P, segments, payloads).to(rows_PL.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_UL: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        rows_SL, weight_S = ctx.saved_tensors
-        dtype = compute_dtype(rows_SL.dtype)
-        grad_SL = _look_up(grad_UL, ctx.payload_S).to(dtype)
-        grad_rows = (grad_SL * weight_S.to(dtype).unsqueeze(1)).to(rows_SL.dtype)
-        grad_weight = torch.linalg.vecdot(rows_SL.to(dtype), grad_SL).to(weight_S.dtype)
+        rows_PL, weight_P = ctx.saved_tensors
+        dtype = compute_dtype(rows_PL.dtype)
+        grad_PL = _look_up(grad_UL, ctx.payload_P).to(dtype)
+        grad_rows = (grad_PL * weight_P.to(dtype).unsqueeze(1)).to(rows_PL.dtype)
+        grad_weight = torch.linalg.vecdot(rows_PL.to(dtype), grad_PL).to(weight_P.dtype)
         return grad_rows, grad_weight, None, None, None

@@ -12,7 +12,8 @@ experts see unweighted rows and the router's gradient never travels.
 Where a row is computed is the plan's affair: at its expert's home, or, balanced, on whichever rank has room, with a
 copy of the expert's weights (`parallel.expert.weights`). Copies and tokens travel while the shared experts compute.
 
-Shapes: T tokens, L width, E experts, K choices, R rows of this rank (T * K), N arriving rows, S padded rows.
+Shapes: T tokens, L width, E experts, K choices, R rows of this rank (T * K), N arriving rows, P padded rows, S
+segments.
 """
 
 from collections.abc import Callable
@@ -133,18 +134,18 @@ class AllToAllDispatcher:
         return self.split(place_rows(arrived_NL, planned.place), planned, handle.weights, loan)
 
     def split(
-        self, rows_SL: Tensor, planned: Planned, weights: ExpertWeights, loan: Loan | None
+        self, rows_PL: Tensor, planned: Planned, weights: ExpertWeights, loan: Loan | None
     ) -> tuple[Received, ...]:
         """Padded rows in parts: for this rank's own experts, and for those that it borrows; waits for the loan."""
         if loan is None:
-            return (Received(rows_SL, planned.ends_S, weights),)
-        rows_SL, borrowed = borrow(rows_SL, loan)
+            return (Received(rows_PL, planned.ends_S, weights),)
+        rows_PL, borrowed = borrow(rows_PL, loan)
         home = weights.gate.shape[0]
-        own_SL, guests_SL = rows_SL.split([planned.home_rows, rows_SL.shape[0] - planned.home_rows])
-        own = Received(own_SL, planned.ends_S[:home], weights)
+        own_PL, guests_PL = rows_PL.split([planned.home_rows, rows_PL.shape[0] - planned.home_rows])
+        own = Received(own_PL, planned.ends_S[:home], weights)
         if not planned.part.borrowed:
             return (own,)
-        return own, Received(guests_SL, planned.ends_S[home:] - planned.home_rows, borrowed, loan.borrowed)
+        return own, Received(guests_PL, planned.ends_S[home:] - planned.home_rows, borrowed, loan.borrowed)
 
     def combine(self, rows_RL: Tensor, routing: Routing, handle: Dispatched) -> Tensor:
         """As `TokenDispatcher.combine`; ``rows_RL`` are the padded rows of `receive`, with results."""

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from model.config import ModelConfig
+from parallel.config import ParallelConfig
 from parallel.cost import forward_flops, layer_flops
-from parallel.mesh import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class Pipeline:
         if logits is None:
             logits = torch.empty(batch, 1, self.model.config.vocab_size, dtype=self.dtype, device=self.device)
         # From one rank to all: where copies differ by a rounding, ranks would sample, and stop, each for itself.
-        source = self.layout.rank_of(self.layout.last) * self.mesh.stage.size
+        source = self.layout.rank_of(self.layout.last) * self.mesh.replicas.size
         broadcast_in_place(logits, self.mesh.world, source=source)
         return logits
 

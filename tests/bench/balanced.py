@@ -30,9 +30,11 @@ from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from model.kimi import KimiModel
 from model.moe import MoE
 from model.stats import ForwardStats
+from parallel.config import ParallelConfig
 from parallel.expert import install_experts
+from parallel.expert.config import ExpertsConfig
 from parallel.expert.stats import RowStats
-from parallel.mesh import ExpertsConfig, Mesh, ParallelConfig, make_mesh
+from parallel.mesh import Mesh, make_mesh
 from tests.bench.parallel import make_case
 from tests.dist.ranks import RankPool
 from train.balance import COLUMNS
@@ -131,7 +133,7 @@ def in_turns(
     """``run`` with each dispatcher in turn, after one warm-up each; the load differs by repeat alone."""
     parsed = parse_rule(rule)
     assert parsed is not None
-    forced = ForcedRouting(parsed, seed=0, axis=mesh.stage)
+    forced = ForcedRouting(parsed, seed=0, axis=mesh.replicas)
     forced.install(model)
     timings = {name: Timing([], [], []) for name in dispatchers}
     for repeat in range(-1, repeats):

@@ -24,7 +24,8 @@ from model.mla import LocalAttention
 from model.products import DENSE
 from model.stats import LayerStats
 from optim.groups import OptimConfig
-from parallel.mesh import ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import make_mesh
 from parallel.recompute import RecomputeConfig
 from train.build import build_model
 from train.proof.parity import SEED, Case, build

@@ -28,12 +28,13 @@ from model.loss import chunked_cross_entropy
 from model.moe import MoE
 from model.params import initialize
 from optim.groups import OptimConfig, make_groups
+from parallel.config import ParallelConfig
 from parallel.context.layout import slice_tokens
 from parallel.cost.memory import Memory, rank_memory
 from parallel.cost.plan import StepPlan, held_by
 from parallel.cost.traffic import Moved, step_traffic
 from parallel.expert.dispatch import AllToAllDispatcher
-from parallel.mesh import Mesh, ParallelConfig, make_mesh
+from parallel.mesh import Mesh, make_mesh
 from parallel.pipeline.layout import PipelineLayout, split_evenly
 from parallel.pipeline.schedule import SPLIT_COSTS, UNSPLIT_COSTS, make_schedule, simulate
 from parallel.recompute import RecomputeConfig

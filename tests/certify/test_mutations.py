@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.compose import compose_config
 from launch.certify import TOLERANCE, unproven
-from parallel.mesh import ParallelConfig
+from parallel.config import ParallelConfig
 from parallel.sharding import TensorSlice
 from tests.certify.mutation import Reach
 from tests.certify.mutations import MUTATIONS

@@ -15,8 +15,8 @@ import pyarrow.parquet
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from data.manifest import Counts, Manifest
 from data.encoded import REPLACEMENT
+from data.manifest import Counts, Manifest
 from data.sources import plan_inputs
 from data.store import TokenStore
 from data.tokenize import Options, main, tokenize

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import DataPosition
-from parallel.mesh import Mesh, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import Mesh, make_mesh
 from parallel.sharding import TensorSlice
 from tests.dist.ranks import RankPool
 from train.build import Progress, checkpoint_tensors, resume

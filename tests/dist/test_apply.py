@@ -9,7 +9,9 @@ from torch import Tensor
 
 from model.products import Product, wrap_products
 from model.widen import widen
-from parallel.mesh import ExpertsConfig, Mesh, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.expert.config import ExpertsConfig
+from parallel.mesh import Mesh, make_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice
 from tests.dist.parity import Case, Outcome, check_parity, merge

@@ -21,7 +21,9 @@ from parallel.collectives import Pending, all_to_all_start
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.expert.planner import ExpertPlan, plan
 from parallel.expert.weights import Loan
-from parallel.mesh import Axis, ExpertsConfig, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.expert.config import ExpertsConfig
+from parallel.mesh import Axis, make_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice
 from tests.dist.parity import Case, Outcome, check_parity, merge, run_alone, run_on_mesh, train_on_mesh

@@ -22,7 +22,8 @@ from torch import Tensor
 from data.loader import DataPosition
 from train.proof.case import make_microbatch
 from optim.groups import OptimConfig
-from parallel.mesh import Mesh, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import Mesh, make_mesh
 from parallel.sharding import TensorSlice
 from tests.dist.parity import Case, gather
 from tests.dist.ranks import RankError, RankPool

@@ -26,7 +26,8 @@ from parallel.context import install_context
 from parallel.context.kda import ContextKDA
 from parallel.context.layout import slice_tokens
 from parallel.context.mla import ContextMLA
-from parallel.mesh import Axis, Mesh, ParallelConfig
+from parallel.config import ParallelConfig
+from parallel.mesh import Axis, Mesh
 from parallel.pipeline.runtime import Pipeline
 from tests.bench import long_context
 from tests.dist.parity import check_parity, run_alone, run_on_mesh

@@ -24,7 +24,8 @@ from optim.groups import OptimConfig, describe_groups
 from optim.qk_clip import QKClipTarget
 from parallel.data import DataParallel
 from parallel.grads import GradientReport, finalize
-from parallel.mesh import Axis, Mesh, ParallelConfig, build_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import Axis, Mesh, build_mesh
 from tests.dist.parity import Case, Outcome, check_parity, run_alone, run_on_mesh
 from tests.dist.ranks import RankPool
 from tests.model.tiny import tiny_model
@@ -508,7 +509,7 @@ def test_a_model_with_zero_2_equals_zero_1_and_one_rank(
     check_parity(two, alone, tolerance=1e-9)
     check_parity(two, one, tolerance=1e-9)
     # It really is another way: each microbatch's gradients travel, the parameters as before.
-    for name in ("stage", "expert_dp"):
+    for name in ("replicas", "expert_dp"):
         if f"{name} reduce" in one.traffic:
             assert two.traffic[f"{name} reduce"].calls == 8 // mesh.dp * one.traffic[f"{name} reduce"].calls
             assert two.traffic[f"{name} broadcast"] == one.traffic[f"{name} broadcast"]

@@ -13,7 +13,9 @@ from model.seams import ExpertWeights, TokenDispatcher
 from parallel.expert.deduplicate import DeduplicatingDispatcher
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.expert.planner import plan, plan_home
-from parallel.mesh import Axis, ExpertsConfig, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.expert.config import ExpertsConfig
+from parallel.mesh import Axis, make_mesh
 from tests.dist.parity import check_parity, run_alone, run_on_mesh
 from tests.dist.ranks import RankPool
 from tests.dist.test_balanced import skewed

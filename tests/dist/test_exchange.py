@@ -12,7 +12,8 @@ from optim.distributed import ShardedOptimizer
 from optim.exchange import make_exchanges
 from optim.groups import Group, OptimConfig, make_group
 from parallel.data import DataParallel
-from parallel.mesh import Axis, Mesh, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import Axis, Mesh, make_mesh
 from parallel.sharding import ShardSpec
 from tests.bench.live import LiveMemory
 from tests.dist.ranks import RankPool
@@ -66,8 +67,8 @@ def run_muon(mesh: Mesh, dtype: torch.dtype, config: OptimConfig, *, ceasing: bo
     """
     values = random(0, dtype)
     params = {name: nn.Parameter(spec.take(values[name], mesh)) for name, spec in SPECS.items()}
-    axes = {name: mesh.stage if spec.owners == "stage" else mesh.dense for name, spec in SPECS.items()}
-    dp = DataParallel(params, axis=mesh.stage, axes=axes)
+    axes = {name: mesh.replicas if spec.copies == "replicas" else mesh.dense for name, spec in SPECS.items()}
+    dp = DataParallel(params, axis=mesh.replicas, axes=axes)
     roles = {name: role for name, (role, _, _) in PARAMETERS.items()}
     optimizer = ShardedOptimizer(params, roles=roles, config=config, dp=dp, specs=SPECS, tp=mesh.tp)
     for step in range(3):

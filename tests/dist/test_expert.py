@@ -20,7 +20,8 @@ from model.dispatch import LocalDispatcher
 from model.seams import ExpertWeights
 from optim.groups import OptimConfig
 from parallel.expert.dispatch import AllToAllDispatcher
-from parallel.mesh import Axis, Mesh, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import Axis, Mesh, make_mesh
 from parallel.sharding import TensorSlice, parameter_specs
 from tests.dist.parity import Case, check_parity, gather, run_alone, run_on_mesh
 from tests.dist.ranks import RankPool

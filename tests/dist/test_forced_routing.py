@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.expert.trace import load_trace
-from parallel.mesh import ExpertsConfig, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.expert.config import ExpertsConfig
+from parallel.mesh import make_mesh
 from parallel.recompute import RecomputeConfig
 from tests.dist.parity import Case
 from tests.dist.ranks import RankPool
@@ -51,7 +53,7 @@ def forced_steps(case: Case, config: ParallelConfig, rule: str) -> list[tuple[Ba
     rig = build(case, make_mesh(config, dist.get_world_size()), config)
     parsed = parse_rule(rule)
     assert parsed is not None
-    forced = ForcedRouting(parsed, seed=0, axis=rig.mesh.stage)
+    forced = ForcedRouting(parsed, seed=0, axis=rig.mesh.replicas)
     forced.install(rig.model)
     stepper = Stepper(rig.pipeline, dp=rig.dp, optimizer=rig.optimizer)
     found = []

@@ -28,7 +28,7 @@ from model.hf_map import from_hf
 from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX
 from optim.groups import OptimConfig
-from parallel.mesh import ParallelConfig
+from parallel.config import ParallelConfig
 from tests.dist.parity import Case, Outcome, check_parity, run_alone, run_on_mesh
 from tests.dist.ranks import RankPool
 from tests.model.test_oracles import load
@@ -117,4 +117,4 @@ def test_a_mesh_equals_one_rank(pools: dict[int, RankPool], name: str) -> None:
     check_parity(found, alone())
     for axis, collective in MOVED.items():
         assert (collective in found.traffic) == (getattr(mesh, axis) > 1), collective
-    assert ("stage reduce" in found.traffic) == (max(mesh.tp, mesh.cp, mesh.dp) > 1)
+    assert ("replicas reduce" in found.traffic) == (max(mesh.tp, mesh.cp, mesh.dp) > 1)

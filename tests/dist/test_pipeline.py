@@ -16,7 +16,8 @@ from torch import Tensor
 from model.generate import generate
 from model.loss import chunked_cross_entropy
 from optim.groups import OptimConfig
-from parallel.mesh import Mesh, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import Mesh, make_mesh
 from parallel.pipeline.boundary import BankRows
 from parallel.pipeline.layout import make_layout
 from parallel.pipeline.runtime import Pipeline

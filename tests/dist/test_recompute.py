@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from model.kimi import KimiModel
-from parallel.mesh import ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import make_mesh
 from parallel.recompute import RecomputeConfig, install_recompute
 from parallel.sharding import TensorSlice
 from tests.dist.parity import Case, Outcome, check_parity, run_alone

@@ -12,7 +12,8 @@ import parallel.replicas
 import train.loop
 from configs.compose import compose_config
 from launch.train import train_on
-from parallel.mesh import ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import make_mesh
 from parallel.pipeline.layout import make_layout
 from parallel.replicas import hash_tensors, replica_faults
 from tests.dist.ranks import RankPool
@@ -79,7 +80,7 @@ def test_one_flipped_bit_is_found_and_named_on_all_ranks(pool: RankPool, case: s
 
 @pytest.mark.parametrize("config", [DP4, EP2, CP2, ParallelConfig(dp=4, ep=4)], ids=str)
 def test_equal_ranks_pass_with_one_collective_an_axis(pool: RankPool, config: ParallelConfig) -> None:
-    axes = ["stage", "dense", "world"] + ["expert_dp"] * (config.ep < 4)
+    axes = ["replicas", "dense", "world"] + ["expert_dp"] * (config.ep < 4)
     calls = {f"{axis} all_reduce": 1 for axis in axes}
     assert pool.run(check, config, {}) == [([], calls)] * 4
 

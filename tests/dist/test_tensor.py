@@ -21,7 +21,8 @@ from model.generate import Decoder, generate
 from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
 from optim.groups import OptimConfig
-from parallel.mesh import Axis, Mesh, ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import Axis, Mesh, make_mesh
 from parallel.pipeline.runtime import Pipeline
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import parameter_specs

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.kimi import KimiModel
-from parallel.mesh import ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import make_mesh
 from parallel.replicas import replica_faults
 from tests.dist.parity import Case, check_parity, gather, load_rank, run_alone, run_on_mesh, save_rank
 from tests.dist.ranks import RankPool

@@ -16,7 +16,8 @@ from optim.muon import muon_step_cut
 from parallel.cost.memory import rank_memory
 from parallel.cost.plan import StepPlan
 from parallel.cost.traffic import step_traffic
-from parallel.mesh import ParallelConfig, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import make_mesh
 from tests.bench.live import LiveMemory
 from tests.bench.parallel import (
     LENGTH,

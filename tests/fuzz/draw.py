@@ -16,7 +16,8 @@ from model.loss import IGNORE_INDEX
 from model.params import initialize
 from model.precision import set_precision
 from optim.groups import OptimConfig
-from parallel.mesh import ExpertsConfig, ParallelConfig
+from parallel.config import ParallelConfig
+from parallel.expert.config import ExpertsConfig
 from parallel.pipeline.layout import layout_errors
 from parallel.recompute import RecomputeConfig
 from parallel.tensor import cut_errors

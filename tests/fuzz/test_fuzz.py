@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tests.fuzz.__main__ as command
-from parallel.mesh import ParallelConfig
+from parallel.config import ParallelConfig
 from parallel.sharding import TensorSlice
 from tests.dist.parity import Case, Outcome
 from tests.dist.ranks import Pools

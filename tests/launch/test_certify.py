@@ -16,8 +16,8 @@ from configs.compose import compose_config
 from configs.schema import validate
 from launch.certify import LENT, RETURNED, Certificate, certify, lent_bytes, main
 from model.loss import IGNORE_INDEX
+from parallel.config import ParallelConfig
 from parallel.expert.planner import ExpertPlan, plan_home
-from parallel.mesh import ParallelConfig
 from parallel.sharding import TensorSlice
 from tests.dist.ranks import PATIENCE, RankPool
 from tests.train.proof.test_shrink import MODELS

@@ -11,29 +11,29 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 def plan(
-    sizes: dict[str, int], *, dp: int, bucket_bytes: int = 2**20, cost: dict[str, float] | None = None
+    sizes: dict[str, int], *, ranks: int, bucket_bytes: int = 2**20, cost: dict[str, float] | None = None
 ) -> BucketPlan:
     dtypes = dict.fromkeys(sizes, torch.float32)
-    return plan_buckets(sizes, dp=dp, bucket_bytes=bucket_bytes, cost=cost or sizes, dtypes=dtypes)
+    return plan_buckets(sizes, ranks=ranks, bucket_bytes=bucket_bytes, cost=cost or sizes, dtypes=dtypes)
 
 
 @given(
     sizes=st.lists(st.integers(1, 5000), max_size=30),
     low=st.lists(st.booleans(), min_size=30, max_size=30),
-    dp=st.integers(1, 9),
+    ranks=st.integers(1, 9),
     bucket_bytes=st.integers(1, 20_000),
     num_parts=st.integers(1, 4),
 )
 def test_every_parameter_is_whole_in_one_bucket_of_its_dtype_and_part(
-    sizes: list[int], low: list[bool], dp: int, bucket_bytes: int, num_parts: int
+    sizes: list[int], low: list[bool], ranks: int, bucket_bytes: int, num_parts: int
 ) -> None:
     named = {f"p{i}": size for i, size in enumerate(sizes)}
     dtypes = {name: DTYPES[flag] for name, flag in zip(named, low, strict=False)}
     parts = {name: i % num_parts for i, name in enumerate(named)}
-    result = plan_buckets(named, dp=dp, bucket_bytes=bucket_bytes, cost=named, dtypes=dtypes, parts=parts)
+    result = plan_buckets(named, ranks=ranks, bucket_bytes=bucket_bytes, cost=named, dtypes=dtypes, parts=parts)
     seen: list[str] = []
     for bucket in result.buckets:
-        assert 0 <= bucket.owner < dp
+        assert 0 <= bucket.owner < ranks
         assert len({dtypes[slot.name] for slot in bucket.slots}) == 1
         assert {parts[slot.name] for slot in bucket.slots} == {bucket.part}
         end = 0
@@ -47,17 +47,17 @@ def test_every_parameter_is_whole_in_one_bucket_of_its_dtype_and_part(
         # Without its last parameter the bucket was not full.
         assert 4 * bucket.slots[-1].offset < bucket_bytes
     assert sorted(seen) == sorted(named)
-    assert sorted(name for rank in range(dp) for name in result.owned_by(rank)) == sorted(named)
+    assert sorted(name for rank in range(ranks) for name in result.owned_by(rank)) == sorted(named)
 
 
 def test_buckets_follow_backward() -> None:
-    result = plan({"first": 1000, "second": 1000, "third": 1000}, dp=1, bucket_bytes=4000)
+    result = plan({"first": 1000, "second": 1000, "third": 1000}, ranks=1, bucket_bytes=4000)
     assert [[slot.name for slot in bucket.slots] for bucket in result.buckets] == [["third"], ["second"], ["first"]]
 
 
 @pytest.mark.parametrize(("matrices", "ranks"), [(19, 8), (16, 8), (1, 8), (19, 4), (3, 4)])
 def test_equal_matrices_spread_evenly(matrices: int, ranks: int) -> None:
-    result = plan({str(i): 4096 for i in range(matrices)}, dp=ranks)
+    result = plan({str(i): 4096 for i in range(matrices)}, ranks=ranks)
     counts = [len(result.owned_by(rank)) for rank in range(ranks)]
     assert sum(counts) == matrices
     assert max(counts) - min(counts) <= 1
@@ -65,13 +65,13 @@ def test_equal_matrices_spread_evenly(matrices: int, ranks: int) -> None:
 
 def test_owners_balance_cost_not_size() -> None:
     sizes = {"cheap1": 1000, "dear": 1000, "cheap2": 1000, "cheap3": 1000}
-    result = plan(sizes, dp=2, bucket_bytes=1, cost={"cheap1": 1, "dear": 3, "cheap2": 1, "cheap3": 1})
+    result = plan(sizes, ranks=2, bucket_bytes=1, cost={"cheap1": 1, "dear": 3, "cheap2": 1, "cheap3": 1})
     assert result.owned_by(0) == ("dear",)
     assert set(result.owned_by(1)) == {"cheap1", "cheap2", "cheap3"}
 
 
 def test_a_small_model_still_has_enough_buckets_to_balance() -> None:
     sizes = {str(i): 256 for i in range(64)}
-    result = plan(sizes, dp=4, bucket_bytes=2**30)
+    result = plan(sizes, ranks=4, bucket_bytes=2**30)
     assert len(result.buckets) == 32
     assert {len(result.owned_by(rank)) for rank in range(4)} == {16}

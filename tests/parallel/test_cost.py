@@ -15,11 +15,12 @@ from model.kda import KDA
 from model.kernels.kda_plan import CHUNK
 from model.kimi import KimiModel
 from model.seams import Received
+from parallel.config import ParallelConfig
 from parallel.cost import KDA_CHUNK, forward_flops, training_flops
 from parallel.cost.activations import index_bytes, layer_bytes, output_bytes
 from parallel.cost.memory import rank_memory
 from parallel.cost.plan import StepPlan, held_by
-from parallel.mesh import Mesh, ParallelConfig
+from parallel.mesh import Mesh
 from parallel.recompute import RecomputeConfig
 from tests.bench.live import LiveMemory, bytes_of
 from tests.model.tiny import FAMILIES, tiny_config, tiny_model, tokens

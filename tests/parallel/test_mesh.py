@@ -3,7 +3,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from parallel.mesh import Mesh, ParallelConfig, axis_lines, build_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import Mesh, axis_lines, build_mesh
 
 
 def test_one_process_needs_no_process_group() -> None:
@@ -50,7 +51,7 @@ def test_every_axis_partitions_the_ranks_into_groups_of_its_size(pp: int, dp: in
     world = pp * dp * cp * tp
     lines = axis_lines(world, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
     sizes = {"world": world, "pp": pp, "pp_back": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}
-    sizes |= {"stage": dp * cp * tp, "dense": dp * cp, "expert_dp": dp * cp // ep}
+    sizes |= {"replicas": dp * cp * tp, "dense": dp * cp, "expert_dp": dp * cp // ep}
     for name, size in sizes.items():
         assert {len(group) for group in lines[name]} == {size}
         assert sorted(rank for group in lines[name] for rank in group) == list(range(world))

@@ -31,7 +31,7 @@ def test_slices_join_to_the_whole() -> None:
 
 
 ROWS, COLUMNS = ("dense", ((0, "tp"),)), ("dense", ((1, "tp"),))
-WHOLE = ("stage", ())
+WHOLE = ("replicas", ())
 EXPERT_ROWS, EXPERT_COLUMNS = (("expert_dp", ((0, "ep"), (dim, "tp"))) for dim in (1, 2))
 
 
@@ -77,7 +77,7 @@ def expected_layouts(config: ModelConfig) -> dict[str, tuple[str, tuple[tuple[in
 def test_every_parameter_is_cut_as_written_out(family: str) -> None:
     config = tiny_config(family)
     layouts = parameter_specs(build_on_meta(config), mesh=Mesh())
-    assert {name: (spec.owners, spec.shards) for name, spec in layouts.items()} == expected_layouts(config)
+    assert {name: (spec.copies, spec.shards) for name, spec in layouts.items()} == expected_layouts(config)
 
 
 def test_shapes_are_global() -> None:
@@ -172,7 +172,7 @@ def test_owners_of_experts_load_all_ranks_that_hold_their_parts() -> None:
     sizes = {"dense0": 64, "dense1": 64, "experts0": 64, "experts1": 64}
     plan = plan_buckets(
         sizes,
-        dp=4,
+        ranks=4,
         bucket_bytes=1,
         cost={"dense0": 1, "dense1": 1, "experts0": 10, "experts1": 9},
         dtypes=dict.fromkeys(sizes, torch.float32),
@@ -203,7 +203,7 @@ def test_parts_of_a_parameter_that_is_cut_over_tp_have_owners_side_by_side() -> 
     copies = {"norm0": 8, "norm1": 8, "heads0": 4, "heads1": 4, "heads2": 4, "experts": 2}
     plan = plan_buckets(
         sizes,
-        dp=8,
+        ranks=8,
         bucket_bytes=1,
         cost=dict.fromkeys(sizes, 1.0),
         dtypes=dict.fromkeys(sizes, torch.float32),

@@ -27,7 +27,8 @@ from model.config import ModelConfig
 from model.kimi import KimiModel
 from optim.distributed import STATE_KINDS
 from optim.groups import OptimConfig
-from parallel.mesh import Mesh, ParallelConfig, Traffic, make_mesh
+from parallel.config import ParallelConfig
+from parallel.mesh import Mesh, Traffic, make_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice, parameter_specs
 from train.build import Rig, build_rig, checkpoint_tensors

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from optim.groups import OptimConfig
-from parallel.mesh import ParallelConfig
+from parallel.config import ParallelConfig
 from train.config import RunConfig, flatten
 
 MAX_RANKS = 8

@@ -161,3 +161,12 @@ def test_a_layout_that_is_not_the_models_is_refused() -> None:
         Pipeline(tiny_model(), mesh=Mesh(), layout=PipelineLayout((2, 2), block=4))
     with pytest.raises(AssertionError, match="layout of 2 ranks on pp=1"):
         Pipeline(tiny_model(), mesh=Mesh(), layout=PipelineLayout((2, 3), ranks=2, block=4))
+
+
+def test_index_plans_of_a_microbatch_do_not_outlive_its_passes() -> None:
+    model = tiny_model()
+    pipeline = Pipeline(model, mesh=Mesh())
+    made = batches(3)
+    pipeline.train(made, labels=7, stats=None, dp=DataParallel(dict(model.named_parameters()), axis=Axis()))
+    pipeline.evaluate(made)
+    assert [len(batch.documents.kda_plans) for batch in made] == [0, 0, 0]

@@ -10,7 +10,7 @@ from configs.compose import compose_config
 from configs.schema import validate
 from data.loader import SourceConfig
 from model.config import ModelConfig
-from parallel.mesh import ParallelConfig
+from parallel.config import ParallelConfig
 from parallel.pipeline.layout import make_layout
 from train.config import RunConfig
 from train.proof.shrink import (
