@@ -8,6 +8,7 @@ import torch
 
 from data.loader import DataConfig, DataPosition, Loader, open_loader
 from model.config import ModelConfig
+from model.flops import training_flops
 from model.kimi import KimiModel
 from model.mla import MLA
 from model.params import named_roles, seed_from_name
@@ -16,7 +17,6 @@ from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
 from parallel.apply import parallelize
-from parallel.cost import training_flops
 from parallel.data import DataParallel
 from parallel.grads import EMBEDDING
 from parallel.mesh import Axis, ExpertsConfig, Mesh, ParallelConfig

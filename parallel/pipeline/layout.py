@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from model.config import ModelConfig
-from parallel.cost import forward_flops, layer_flops
+from model.flops import forward_flops, layer_flops
 from parallel.mesh import ParallelConfig
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
+from launch.plan.step import StepPlan
 from model.kernels.kda_chunk import CHUNK
 from model.seams import SEGMENT_ALIGNMENT
-from parallel.cost.plan import StepPlan
 
 INDEX = 8
 """Bytes of an index (int64)."""
