@@ -9,6 +9,7 @@ import torch
 
 from data.loader import DataPosition, Loader, open_loader
 from model.config import ModelConfig
+from model.flops import training_flops
 from model.kimi import KimiModel
 from model.mla import MLA
 from model.params import named_roles, seed_from_name
@@ -17,7 +18,6 @@ from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
 from parallel.apply import Install, parallelize
-from parallel.cost import training_flops
 from parallel.data import DataParallel
 from parallel.expert.config import ExpertsConfig
 from parallel.grads import EMBEDDING
