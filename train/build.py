@@ -30,6 +30,7 @@ from train.checkpoint import CheckpointConfig, CheckpointStore
 from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
 from train.metrics import TrackerConfig, TrackerSet, load_run_id, make_trackers
 from train.phases import BatchConfig, ScheduleConfig
+from train.report.facts import bytes_per_token, run_facts
 from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.settings import EvaluateSettings, RunSettings, TrainSettings
@@ -294,6 +295,7 @@ def build_run(
         progress=progress,
         facts={
             **describe(model_config, loader),
+            **run_facts(folder),
             "matmul_flops_per_second": peak,
             "ranks": mesh.world.size,
             "device": str(device),
@@ -342,6 +344,7 @@ def describe(config: ModelConfig, loader: Loader) -> dict[str, Any]:
         "active_parameters": active,
         "unigram_entropy": loader.unigram_entropy(),
         "training_tokens": loader.num_tokens(),
+        "bytes_per_token": bytes_per_token(loader),
     }
 
 
