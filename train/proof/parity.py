@@ -173,7 +173,9 @@ def train(case: Case, rig: CaseRig) -> Outcome[TensorSlice]:
 def train_on_mesh(case: Case, config: ParallelConfig) -> Outcome[TensorSlice]:
     """Build and train the case on this rank of the default process group, if there is one. Collective."""
     mesh = make_mesh(config, dist.get_world_size() if dist.is_initialized() else 1)
-    return train(case, build(case, mesh, config))
+    outcome = train(case, build(case, mesh, config))
+    mesh.close()
+    return outcome
 
 
 def train_alone(case: Case) -> Outcome[Tensor]:
