@@ -22,7 +22,8 @@ class GradientReport:
     """Verdict on a step's gradient, equal on all ranks.
 
     norm: L2 norm over every parameter, before clipping; infinite or NaN if any element is.
-    finite: every element is finite. If not, skip the update.
+    finite: every element is finite, and clipped its square too. If not, skip the update: a second moment that has
+        become infinite would stay so, and its weight would never move again.
     clip: factor in (0, 1] for every gradient; 0 when not finite.
     """
 
@@ -30,6 +31,9 @@ class GradientReport:
     finite: bool
     clip: float
 
+
+LARGEST = 2.0**63
+"""Norm after clipping up to which no square overflows in fp32."""
 
 EMBEDDING = "embed.weight"
 """Name of the embedding, tied or not."""
@@ -58,7 +62,7 @@ def finalize(dp: DataParallel, *, clip_norm: float, world: Axis, tied: Axis | No
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
         square += torch.stack(norms).square().sum()
     norm = math.sqrt(all_reduce_plain(square, world).item())
-    if not math.isfinite(norm):
-        return GradientReport(norm=norm, finite=False, clip=0.0)
     clips = 0 < clip_norm < norm
+    if not math.isfinite(norm) or (clip_norm if clips else norm) > LARGEST:
+        return GradientReport(norm=norm, finite=False, clip=0.0)
     return GradientReport(norm=norm, finite=True, clip=clip_norm / norm if clips else 1.0)

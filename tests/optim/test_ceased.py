@@ -4,11 +4,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from model.loss import chunked_cross_entropy
 from model.params import ParamRole
 from optim.distributed import ShardedOptimizer
 from optim.groups import OptimConfig
 from optim.muon import drop_denormals
+from parallel.mesh import Mesh
+from tests.model.tiny import tiny_model, tokens
 from tests.optim.test_updates import EMBEDDING, LR, MATRIX, VECTOR, build, random, reference_muon
+from train.build import build_optimizer
 
 SCALES = [1e-30, 1e-12, 1e-6, 1.0, 1e6, 1e12]
 STEPS = 2580
@@ -190,3 +194,29 @@ def test_betas_that_let_an_update_grow_are_refused() -> None:
     assert error.endswith("raise the second")
     assert OptimConfig(betas=(0.5, 0.25)).errors() == []
     assert OptimConfig(betas=(0.95, 0.9)).errors() != []
+
+
+def test_an_expert_of_a_model_that_gets_no_more_tokens_only_decays() -> None:
+    """Chosen by none from the third step on, by its router's bias: all of its matrices rest."""
+    net = tiny_model("k3", dtype=torch.float32)
+    dp, optimizer = build_optimizer(net, OptimConfig(), mesh=Mesh())
+    layers = [net.layers[index].ffn for index in net.config.moe_layers]
+    ids, labels = tokens(2, 32), tokens(2, 32, seed=1)
+    moved = []
+    for step in range(6):
+        if step == 2:
+            for layer in layers:
+                layer.router.bias[3] = -100.0
+        before = [weight.detach().clone() for layer in layers for weight in layer.experts.parameters()]
+        dp.zero_gradients()
+        with dp.backward(last=True):
+            chunked_cross_entropy(net.hidden(ids), net.head.weight, labels).backward()
+        dp.finish()
+        optimizer.step(dp.owned_gradients(), lr=LR)
+        after = [weight.detach() for layer in layers for weight in layer.experts.parameters()]
+        decayed = [weight * (1 - LR * 0.1) for weight in before]
+        moved.append([[not torch.equal(a[e], d[e]) for e in range(8)] for a, d in zip(after, decayed)])
+    # Some other expert may happen to get no tokens either.
+    assert all(sum(experts) >= 6 for step in moved for experts in step)
+    assert all(any(experts[3] for experts in step) for step in moved[:2])
+    assert not any(experts[3] for step in moved[2:] for experts in step)

@@ -44,6 +44,17 @@ def test_large_finite_gradients_do_not_overflow() -> None:
     assert report.norm == pytest.approx(2e30, rel=1e-6)
 
 
+@pytest.mark.parametrize(("clip_norm", "finite"), [(1.0, True), (0.0, False), (1e25, False)])
+def test_a_square_that_overflows_is_not_finite(clip_norm: float, finite: bool) -> None:
+    """AdamW's second moment would be infinite from then on."""
+    report = finalize(with_gradients({"a": torch.full((4,), 1e30)}), clip_norm=clip_norm, world=Axis())
+    assert (report.finite, report.clip > 0) == (finite, finite)
+    assert report.norm == pytest.approx(2e30, rel=1e-6)
+    large = torch.full((4,), 2.0**62)
+    assert finalize(with_gradients({"a": large}), clip_norm=0.0, world=Axis()).finite
+    assert (large * large).isfinite().all()
+
+
 def test_many_small_squares_are_not_lost() -> None:
     gradient = torch.full((2**20 + 1,), 2.0**-13)
     gradient[0] = 1.0
