@@ -167,7 +167,9 @@ def expand_latent(
 def _attend_latent(q_BTHQ: Tensor, cache: MLACache, up_weight: Tensor, *, value_dim: int) -> Tensor:
     """Attention on the latent itself: the key up-projection moves into the query, the value one behind the sum.
 
-    A decoded token then reads R + P numbers of each earlier token and never rebuilds their keys and values.
+    A decoded token then reads R + P numbers of each earlier token and never rebuilds their keys and values. So no rows
+    meet ``up_weight`` as they do in training, and what wraps that product is not in effect: whoever gives weights
+    another value must do so before they come here.
     """
     batch, length, heads, q_dim = q_BTHQ.shape
     dtype = compute_dtype(q_BTHQ.dtype)

@@ -36,7 +36,7 @@ from model.loss import chunked_cross_entropy
 from model.mla import MLA
 from model.moe import MoE
 from model.params import declare, named_roles
-from model.products import DENSE, Product
+from model.products import Product
 from model.router import Routing
 from model.seams import ExpertWeights, Received, TokenDispatcher
 from parallel.collectives import all_gather, all_reduce, gather_plain, reduce_scatter
@@ -232,7 +232,7 @@ def _gather_logits(logits: Tensor, axis: Axis) -> Tensor:
 
 
 def head_loss(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, axis: Axis, chunk: int, product: Product = DENSE
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, axis: Axis, chunk: int, product: Product
 ) -> Tensor:
     """`model.loss.chunked_cross_entropy` of a head whose rows are cut over ``axis``; all its ranks return one value.
 

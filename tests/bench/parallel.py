@@ -298,7 +298,9 @@ def variants() -> list[tuple[str, Callable[[], None]]]:
         tokens = slice_tokens(ids, labels, None, axis=mesh.cp) if context else None
         hidden = model.hidden(ids) if tokens is None else model.hidden(tokens.input_ids, documents=tokens.documents)
         if tensor:
-            loss = head_loss(hidden, model.head.weight, labels, axis=mesh.tp, chunk=LOSS_CHUNK)
+            loss = head_loss(
+                hidden, model.head.weight, labels, axis=mesh.tp, chunk=LOSS_CHUNK, product=model.head.product
+            )
         else:
             loss = chunked_cross_entropy(hidden, model.head.weight, labels, chunk=LOSS_CHUNK)
         (loss / LENGTH).backward()

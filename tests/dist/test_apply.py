@@ -18,8 +18,8 @@ from tests.dist.parity import Case, Outcome, check_parity, merge
 from tests.dist.ranks import RankPool
 from tests.dist.test_balanced import skewed
 from tests.dist.test_expert import make_case
-from tests.parallel.test_apply import quantised
-from train.parity import build, train
+from tests.parallel.test_apply import overwritten, quantised
+from train.proof.parity import build, train
 
 pytestmark = pytest.mark.slow  # steps on several meshes
 
@@ -54,6 +54,7 @@ def train_wrapped(case: Case, config: ParallelConfig | None) -> Outcome[TensorSl
     widen(rig.model)
     wrap_products(rig.model, quantised)
     wrap_products(rig.model, half)
+    assert overwritten(rig.model) == []
     return train(case, rig)
 
 

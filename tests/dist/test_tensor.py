@@ -4,9 +4,9 @@ Other axes beside it are in test_meshes.py, checkpoints across meshes in test_ch
 """
 
 import dataclasses
-import statistics
 import functools
 import math
+import statistics
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ from model.config import ModelConfig
 from model.generate import Decoder, generate
 from model.kimi import KimiModel
 from model.loss import IGNORE_INDEX, chunked_cross_entropy
+from model.products import DENSE
 from optim.groups import OptimConfig
 from parallel.config import ParallelConfig
 from parallel.mesh import Axis, Mesh, make_mesh
@@ -189,10 +190,10 @@ def loss_on_rank(dtype: torch.dtype, chunk: int, poison: float | None) -> list[T
         hidden[1, 5] = hidden[1, 7, 2] = poison
     hidden = hidden.chunk(axis.size, dim=1)[axis.rank].clone().requires_grad_()
     weight = weight.chunk(axis.size)[axis.rank].clone().requires_grad_()
-    loss = head_loss(hidden, weight, labels, axis=axis, chunk=chunk)
+    loss = head_loss(hidden, weight, labels, axis=axis, chunk=chunk, product=DENSE)
     (loss / 7).backward()
     with torch.no_grad():
-        assert torch.equal(head_loss(hidden, weight, labels, axis=axis, chunk=chunk), loss)
+        assert torch.equal(head_loss(hidden, weight, labels, axis=axis, chunk=chunk, product=DENSE), loss)
     return [loss.detach(), hidden.grad, weight.grad]
 
 
@@ -225,7 +226,8 @@ def test_what_an_unlabelled_token_holds_reaches_no_rank(pools: dict[int, RankPoo
 def test_an_axis_of_one_is_the_plain_loss_to_the_bit(dtype: torch.dtype) -> None:
     hidden, weight, labels = loss_inputs(dtype)
     assert torch.equal(
-        head_loss(hidden, weight, labels, axis=Axis(), chunk=5), chunked_cross_entropy(hidden, weight, labels, chunk=5)
+        head_loss(hidden, weight, labels, axis=Axis(), chunk=5, product=DENSE),
+        chunked_cross_entropy(hidden, weight, labels, chunk=5)
     )
 
 

@@ -1,6 +1,7 @@
 """Whoever alters the model wraps what is there: every pair of wrappers, in both orders, is in effect with both."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,10 @@ from model.moe import MoE
 from model.products import Product, wrap_products
 from model.router import Router
 from model.widen import widen
-from parallel.mesh import Axis
+from parallel.context.layout import slice_tokens
+from parallel.mesh import Axis, Mesh
 from parallel.pipeline.deferred import DeferredGradients
+from parallel.pipeline.runtime import Pipeline
 from parallel.recompute import RecomputeConfig, install_recompute
 from tests.model.tiny import tiny_model, tokens
 from train.forced_routing import ForcedRouting, OneExpert
@@ -172,11 +175,26 @@ def test_the_expected_numbers_differ_where_they_should() -> None:
     assert not torch.equal(plain["experts"], forced["experts"])
 
 
+def test_the_loss_is_made_of_the_heads_product() -> None:
+    """The pipeline's loss takes the head's weight, and its product with it: of zero logits every token costs log V."""
+    model = tiny_model()
+    inner = model.head.product
+    model.head.product = replace(inner, value=lambda *operands: inner.value(*operands) * 0)
+    batch = slice_tokens(IDS, IDS.roll(-1, 1), None, axis=Axis())
+    loss = Pipeline(model, mesh=Mesh()).evaluate([batch])
+    assert float(loss) == pytest.approx(IDS.numel() * math.log(model.config.vocab_size), rel=1e-12)
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_no_method_is_overwritten(name: str) -> None:
     model = tiny_model()
     WRAPPERS[name](Installed(), model)
-    overwritten = [
+    assert overwritten(model) == []
+
+
+def overwritten(model: KimiModel) -> list[str]:
+    """Methods of the model's modules, and of their cores and dispatchers, that an instance's attribute hides."""
+    return [
         f"{type(owner).__name__}.{attribute}"
         for module in model.modules()
         for owner in (module, getattr(module, "core", None), getattr(module, "dispatcher", None))
@@ -184,4 +202,3 @@ def test_no_method_is_overwritten(name: str) -> None:
         for attribute in vars(owner)
         if callable(getattr(type(owner), attribute, None))
     ]
-    assert overwritten == []
