@@ -73,7 +73,7 @@ def look_up(ids_BT: Tensor, weight_VD: Tensor, *, padding_row: int | None = None
     return _LookUp.apply(ids_BT, weight_VD, -1 if padding_row is None else padding_row)
 
 
-_SUM_ELEMENTS = 2**25
+SUM_ELEMENTS = 2**25
 """Elements of an embedding whose gradients are in fp32 at once: 128 MiB."""
 
 
@@ -92,7 +92,7 @@ class _LookUp(torch.autograd.Function):
         (ids_BT,) = ctx.saved_tensors
         rows, dim = ctx.shape
         total_VD = grad_BTD.new_empty(rows, dim)
-        columns = max(1, _SUM_ELEMENTS // rows)
+        columns = max(1, SUM_ELEMENTS // rows)
         for start in range(0, dim, columns):
             part = grad_BTD[..., start : start + columns].to(compute_dtype(grad_BTD.dtype))
             total_VD[:, start : start + columns] = torch.ops.aten.embedding_dense_backward(

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from model.params import ParamRole
 from optim.adamw import adamw_step
 from optim.exchange import make_exchanges
-from optim.groups import OptimConfig, make_groups
+from optim.groups import MOMENTS, OptimConfig, make_groups
 from optim.muon import batch_elements, muon_step, muon_step_cut, plan_batches
 from optim.qk_clip import QKClipTarget, qk_clip
 from parallel.data import DataParallel
 from parallel.mesh import Axis
 from parallel.sharding import ShardSpec
 
-STATE_KINDS = ("momentum", "exp_avg", "exp_avg_sq", "master")
+STATE_KINDS = (*MOMENTS["muon"], *MOMENTS["adamw"], "master")
 """What a parameter may have of state, each of the parameter's shape and cut as it is."""
 
 
@@ -74,12 +74,10 @@ class ShardedOptimizer:
         self._masters = {
             name: param.to(torch.promote_types(param.dtype, torch.float32)) for name, param in self._params.items()
         }
-        self._momenta = self._zeros(matrices)
-        self._exp_avgs = self._zeros(self._adamw)
-        self._exp_avg_sqs = self._zeros(self._adamw)
-
-    def _zeros(self, names: Mapping[str, object]) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(self._masters[name]) for name in names}
+        self._moments: dict[str, dict[str, Tensor]] = {kind: {} for kinds in MOMENTS.values() for kind in kinds}
+        for name, group in groups.items():
+            for kind in group.moments:
+                self._moments[kind][name] = torch.zeros_like(self._masters[name])
 
     @torch.no_grad()
     def step(
@@ -106,7 +104,7 @@ class ShardedOptimizer:
             torch._foreach_mul_(list(gradients.values()), clip)
         muon_step(
             self._masters,
-            momenta=self._momenta,
+            momenta=self._moments["momentum"],
             gradients=gradients,
             groups=self._muon,
             batches=self._batches,
@@ -115,7 +113,7 @@ class ShardedOptimizer:
         )
         muon_step_cut(
             self._masters,
-            momenta=self._momenta,
+            momenta=self._moments["momentum"],
             gradients=gradients,
             groups=self._muon_cut,
             exchanges=self._exchanges,
@@ -125,8 +123,8 @@ class ShardedOptimizer:
         )
         adamw_step(
             self._masters,
-            exp_avgs=self._exp_avgs,
-            exp_avg_sqs=self._exp_avg_sqs,
+            exp_avgs=self._moments["exp_avg"],
+            exp_avg_sqs=self._moments["exp_avg_sq"],
             gradients=gradients,
             groups=self._adamw,
             step=self.steps,
@@ -149,9 +147,7 @@ class ShardedOptimizer:
 
         The union over ranks is the whole state; ``step`` is equal on all.
         """
-        state = {f"{name}/momentum": x for name, x in self._momenta.items()}
-        state |= {f"{name}/exp_avg": x for name, x in self._exp_avgs.items()}
-        state |= {f"{name}/exp_avg_sq": x for name, x in self._exp_avg_sqs.items()}
+        state = {f"{name}/{kind}": x for kind, tensors in self._moments.items() for name, x in tensors.items()}
         state |= {f"{name}/master": self._masters[name] for name in self._low_precision()}
         return state | {"step": torch.tensor(self.steps, dtype=torch.int64)}
 

@@ -5,7 +5,7 @@
 
 Each matrix goes whole to one rank and is orthogonalised once; every rank gets its share of the work, and a part
 travels only where it is missing. Of a matrix of N elements cut over n ranks, (n - 1) / n N elements travel each way.
-The matrices of a step come in rounds of bounded size (`parallel.rounds`), each back before the next begins.
+The matrices of a step come in rounds of bounded size (`optim.rounds`), each back before the next begins.
 """
 
 import math
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from model.params import ParamRole
 from optim.groups import Group
+from optim.rounds import Round, Shape, plan_rounds
 from parallel.collectives import all_to_all_plain
 from parallel.mesh import Axis
-from parallel.rounds import Round, Shape, plan_rounds
 
 
 class MatrixExchange:
@@ -105,10 +105,14 @@ def make_exchanges(groups: Mapping[str, Group], axis: Axis, *, round_bytes: int)
         axis: tp.
         round_bytes: as for `plan_rounds`.
     """
-    rounds = plan_rounds(
-        {name: group.blocks[0] for name, group in groups.items()}, ranks=axis.size, round_bytes=round_bytes
-    )
+    rounds = rounds_of(groups, ranks=axis.size, round_bytes=round_bytes)
     return [MatrixExchange(groups, axis, portions) for portions in rounds]
+
+
+def rounds_of(groups: Mapping[str, Group], *, ranks: int, round_bytes: int) -> tuple[Round, ...]:
+    """`plan_rounds` for the matrices of groups that are cut."""
+    matrices = {name: group.blocks[0] for name, group in groups.items()}
+    return plan_rounds(matrices, ranks=ranks, round_bytes=round_bytes)
 
 
 def _numel(shapes: Mapping[str, Shape]) -> int:

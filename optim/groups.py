@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from model.params import ParamRole, named_roles
-from parallel.rounds import newton_schulz_cost
+from optim.rounds import newton_schulz_cost
 from parallel.sharding import ShardSpec
 
 NS_DTYPES: dict[str, torch.dtype | None] = {
@@ -26,6 +26,9 @@ NS_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+
+MOMENTS = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}
+"""What an optimizer remembers of a parameter: tensors of its shape, fp32 at least."""
 
 _ELEMENTWISE_COST = 200.0
 """Cost of the elementwise part per element, in Newton-Schulz FLOPs: about 40 bytes of traffic per element
@@ -125,6 +128,11 @@ class Group:
             x: the parameter, or its gradient or momentum, as this rank holds it.
         """
         return self.role.blocks(x) if self.cut is None else [x.view(-1, *self.shape[-2:])]
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the tensors that the optimizer keeps."""
+        return MOMENTS[self.optimizer]
 
     @property
     def cost(self) -> float:

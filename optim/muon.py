@@ -18,7 +18,7 @@ A block that tensor parallelism cuts is orthogonalised whole, by one of the rank
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,9 +117,10 @@ def muon_step(
         return
     updates = advance_momenta(momenta, gradients=gradients, groups=groups, config=config, axis=Axis())
     decay_weights(masters, groups=groups, lr=lr)
-    for batch, directions in orthogonal_blocks(updates, groups=groups, batches=batches, config=config):
+    for batch in batches:
         blocks = [_blocks(masters, piece, groups) for piece in batch.pieces]
-        torch._foreach_add_(blocks, directions, alpha=-update_scale(lr, batch.rows, batch.columns))
+        scale = -update_scale(lr, batch.rows, batch.columns)
+        torch._foreach_add_(blocks, orthogonal_blocks(updates, groups=groups, batch=batch, config=config), alpha=scale)
 
 
 @torch.no_grad()
@@ -175,8 +176,9 @@ def _orthogonal(
     """All blocks of ``whole`` orthogonalised; with it its memory ends, before the results travel."""
     dtype = NS_DTYPES[config.ns_dtype] or default_dtype(next(iter(whole.values())))
     found = {name: torch.empty_like(x, dtype=dtype) for name, x in whole.items()}
-    for batch, directions in orthogonal_blocks(whole, groups=groups, batches=batches, config=config):
-        torch._foreach_copy_([_blocks(found, piece, groups) for piece in batch.pieces], directions)
+    for batch in batches:
+        blocks = [_blocks(found, piece, groups) for piece in batch.pieces]
+        torch._foreach_copy_(blocks, orthogonal_blocks(whole, groups=groups, batch=batch, config=config))
     return found
 
 
@@ -214,7 +216,9 @@ def moving_matrices(gradients: Mapping[str, Tensor], *, groups: Mapping[str, Gro
         axis: as for `advance_momenta`.
     """
     stacks = _matrices(gradients, groups)
-    moves = torch.cat([stack.abs().amax(dim=(1, 2)) > 0 for stack in stacks]).to(torch.uint8)
+    # Two passes that make no copy of the gradient.
+    signs = [(stack.amax(dim=(1, 2)) > 0) | (stack.amin(dim=(1, 2)) < 0) for stack in stacks]
+    moves = torch.cat(signs).to(torch.uint8)
     # A part may be zero where the matrix is not.
     combine_in_place(moves, axis, op=dist.ReduceOp.MAX)
     return moves.split([len(stack) for stack in stacks])
@@ -234,14 +238,13 @@ def drop_denormals(tensors: Sequence[Tensor]) -> None:
 
 
 def orthogonal_blocks(
-    updates: Mapping[str, Tensor], *, groups: Mapping[str, Group], batches: Sequence[MuonBatch], config: OptimConfig
-) -> Iterator[tuple[MuonBatch, list[Tensor]]]:
-    """Each batch with its orthogonalised blocks, a tensor for every piece of it."""
-    for batch in batches:
-        sources = [_blocks(updates, piece, groups) for piece in batch.pieces]
-        stacked = sources[0] if len(sources) == 1 else torch.cat(sources)
-        orthogonal = orthogonalize(stacked, steps=config.ns_steps, dtype=NS_DTYPES[config.ns_dtype])
-        yield batch, list(orthogonal.split([len(source) for source in sources]))
+    updates: Mapping[str, Tensor], *, groups: Mapping[str, Group], batch: MuonBatch, config: OptimConfig
+) -> list[Tensor]:
+    """The orthogonalised blocks of one batch, a tensor for every piece of it; use them up before the next batch."""
+    sources = [_blocks(updates, piece, groups) for piece in batch.pieces]
+    stacked = sources[0] if len(sources) == 1 else torch.cat(sources)
+    orthogonal = orthogonalize(stacked, steps=config.ns_steps, dtype=NS_DTYPES[config.ns_dtype])
+    return list(orthogonal.split([len(source) for source in sources]))
 
 
 def update_scale(lr: float, rows: int, columns: int) -> float:

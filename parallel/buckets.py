@@ -1,6 +1,6 @@
 """Gradient buckets: which parameters share a flat buffer, in which order, and which rank owns each. Pure.
 
-`parallel.data` moves what this plan says, `parallel.cost` prices it, and every rank makes the same plan for itself.
+`parallel.data` moves what this plan says, `launch.plan` prices it, and every rank makes the same plan for itself.
 """
 
 from collections import Counter

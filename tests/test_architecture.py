@@ -3,7 +3,7 @@ environment."""
 
 import ast
 import re
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -66,18 +66,51 @@ def test_the_model_knows_no_process_group() -> None:
     assert uses == []
 
 
-def test_no_import_cycles() -> None:
+def file_graph() -> dict[str, set[str]]:
+    """The modules that each module imports."""
     modules = {module_of(path): path for path in FILES}
 
     def known(name: str) -> str | None:
         return name if name in modules else name.rpartition(".")[0] if name.rpartition(".")[0] in modules else None
 
-    graph = {
+    return {
         name: {target for _, imported in imports(path) if (target := known(imported)) not in (None, name)}
         for name, path in modules.items()
     }
+
+
+def folder_graph(files: dict[str, set[str]], *, folders: set[str]) -> dict[str, set[str]]:
+    """``files`` with the modules of each of ``folders`` (``parallel.pipeline``) as one; others stay themselves."""
+
+    def place(name: str) -> str:
+        return next((folder for folder in folders if f"{name}.".startswith(f"{folder}.")), name)
+
+    found: dict[str, set[str]] = {place(name): set() for name in files}
+    for name, targets in files.items():
+        found[place(name)] |= {place(target) for target in targets} - {place(name)}
+    return found
+
+
+def test_no_import_cycles() -> None:
+    graph = file_graph()
     # Raises CycleError, naming the cycle.
-    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)
+    assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)
+
+
+def test_no_cycles_between_folders() -> None:
+    folders = {module_of(path).rpartition(".")[0] for path in FILES if len(path.relative_to(ROOT).parts) == 3}
+    folders = {folder for folder in folders if "." in folder}
+    assert {"parallel.expert", "parallel.pipeline", "launch.plan", "model.kernels"} <= folders
+    graph = folder_graph(file_graph(), folders=folders)
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph)
+
+
+def test_a_cycle_between_folders_is_found_though_its_files_have_none() -> None:
+    files = {"p.pipeline.layout": {"p.cost.flops"}, "p.cost.flops": set(), "p.cost.plan": {"p.pipeline.layout"}}
+    assert len(list(TopologicalSorter(files).static_order())) == 3
+    graph = folder_graph(files, folders={"p.pipeline", "p.cost"})
+    with pytest.raises(CycleError):
+        list(TopologicalSorter(graph).static_order())
 
 
 def test_only_launch_reads_the_environment() -> None:

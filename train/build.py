@@ -9,6 +9,7 @@ import torch
 
 from data.loader import DataPosition, Loader, open_loader
 from model.config import ModelConfig
+from model.flops import training_flops
 from model.kimi import KimiModel
 from model.mla import MLA
 from model.params import named_roles, seed_from_name
@@ -17,7 +18,6 @@ from optim.distributed import STATE_KINDS, ShardedOptimizer
 from optim.groups import OptimConfig, make_groups
 from optim.qk_clip import QKClipTarget
 from parallel.apply import Install, parallelize
-from parallel.cost import training_flops
 from parallel.data import DataParallel
 from parallel.expert.config import ExpertsConfig
 from parallel.grads import EMBEDDING
@@ -34,6 +34,7 @@ from train.config import RunConfig
 from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
 from train.metrics import TrackerSet, load_run_id, make_trackers
 from train.precision import DTYPES, describe_precision
+from train.report.facts import bytes_per_token, run_facts
 from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.step import Stepper
@@ -305,6 +306,7 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
         progress=progress,
         facts={
             **describe(config.model, loader),
+            **run_facts(folder),
             "matmul_flops_per_second": peak,
             "ranks": world.size,
             "device": str(device),
@@ -384,6 +386,7 @@ def describe(config: ModelConfig, loader: Loader) -> dict[str, Any]:
         "active_parameters": active,
         "unigram_entropy": loader.unigram_entropy(),
         "training_tokens": loader.num_tokens(),
+        "bytes_per_token": bytes_per_token(loader),
     }
 
 

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -226,26 +226,56 @@ class JsonlTracker:
 
 
 def rewind(path: Path, *, step: int) -> None:
-    """Drop the lines of steps after ``step`` from a metrics file, atomically; creates it if absent.
+    """Drop the lines of steps after ``step`` from the end of a metrics file, at once; creates it if absent.
 
-    A torn last line, as a killed process leaves it, is dropped too.
+    No more is read than is dropped. A torn last line, as a killed process leaves it, is dropped too.
     """
-    content = path.read_bytes() if path.exists() else b""
-    kept = []
-    for line in content.splitlines(keepends=True):
-        try:
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
+    path.touch()
+    kept = 0
+    for start, line in reversed_lines(path) if step > 0 else ():
+        found = parse_step(line)
+        if found is not None and found["step"] <= step:
+            kept = start + len(line)
+            break
+        if found is None:
             logger.warning("%s: dropping a line that is not a step's object: %.80r", path, line)
-    if path.exists() and len(content) == sum(map(len, kept)):
-        return
-    staged = path.with_name(f".{path.name}.tmp")
-    with staged.open("wb") as stream:
-        stream.writelines(kept)
-        stream.flush()
-        os.fsync(stream.fileno())
-    staged.replace(path)
+    if kept < path.stat().st_size:
+        with path.open("rb+") as stream:
+            stream.truncate(kept)
+            os.fsync(stream.fileno())
+
+
+def parse_step(line: bytes) -> dict[str, Any] | None:
+    """The step's object in a line of `metrics.jsonl`; None if it is torn or something else."""
+    try:
+        found = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+
+
+def reversed_lines(path: Path, *, block: int = 2**16) -> Iterator[tuple[int, bytes]]:
+    """(byte at which it begins, line with its end) from the last line of a file to the first; reads what is asked for.
+
+    Args:
+        block: bytes read at a time.
+    """
+    with path.open("rb") as stream:
+        begin = stream.seek(0, os.SEEK_END)
+        rest = b""
+        while begin > 0:
+            length = min(block, begin)
+            begin -= length
+            stream.seek(begin)
+            lines = (stream.read(length) + rest).splitlines(keepends=True)
+            # The first may begin earlier.
+            rest = lines[0]
+            end = begin + sum(map(len, lines))
+            for line in reversed(lines[1:]):
+                end -= len(line)
+                yield end, line
+        if rest:
+            yield 0, rest
 
 
 class TensorBoardTracker:

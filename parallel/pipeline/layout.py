@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from model.config import ModelConfig
+from model.flops import forward_flops, layer_flops
 from parallel.config import ParallelConfig
-from parallel.cost import forward_flops, layer_flops
 
 
 @dataclass(frozen=True)

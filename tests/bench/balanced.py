@@ -233,7 +233,7 @@ def once_table(measured: dict[int, list[dict[str, Timing]]], *, choices: int) ->
 @contextmanager
 def pools(sizes: list[int]) -> Iterator[dict[int, RankPool]]:
     """A pool of each size, one after the other closed at the end."""
-    opened = {size: RankPool(size, timeout=900) for size in sizes}
+    opened = {size: RankPool(size) for size in sizes}
     try:
         yield opened
     finally:

@@ -1,4 +1,4 @@
-"""What parallelism costs against what `parallel.cost` says: ``python -m tests.bench.parallel``.
+"""What parallelism costs against what `launch.plan` says: ``python -m tests.bench.parallel``.
 
     traffic    calls and bytes of every collective of a step on gloo ranks; must be equal
     memory     peak of a rank, as `tests.bench.live` counts it
@@ -21,18 +21,18 @@ from rich.table import Table
 from torch import Tensor
 
 from data.loader import Microbatch
+from launch.plan.memory import Memory, rank_memory
+from launch.plan.step import StepPlan
+from launch.plan.traffic import Moved, step_traffic
 from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from model.dispatch import SEGMENT_ALIGNMENT
 from model.kimi import KimiModel
 from model.loss import chunked_cross_entropy
 from model.moe import MoE
 from model.params import initialize
-from optim.groups import OptimConfig, make_groups
+from optim.groups import OptimConfig
 from parallel.config import ParallelConfig
 from parallel.context.layout import slice_tokens
-from parallel.cost.memory import Memory, rank_memory
-from parallel.cost.plan import StepPlan, held_by
-from parallel.cost.traffic import Moved, step_traffic
 from parallel.expert.dispatch import AllToAllDispatcher
 from parallel.mesh import Mesh, make_mesh
 from parallel.pipeline.layout import PipelineLayout, split_evenly
@@ -135,7 +135,7 @@ def make_case(
 
 
 def plan_of(case: Case, config: ParallelConfig, *, world_size: int) -> StepPlan:
-    """The step of ``case`` on a mesh, for `parallel.cost`."""
+    """The step of ``case`` on a mesh, for `launch.plan`."""
     dp = config.resolved_dp(world_size)
     return StepPlan(
         model=case.config,
@@ -146,20 +146,9 @@ def plan_of(case: Case, config: ParallelConfig, *, world_size: int) -> StepPlan:
         dtype=case.dtype,
         loss_chunk=LOSS_CHUNK,
         recompute=case.recompute.policy,
-        bucket_bytes=OPTIM.bucket_bytes,
+        optim=case.optim,
         sends_linger=True,
     )
-
-
-def update_costs(plan: StepPlan) -> dict[str, float]:
-    """Work of updating each parameter, by which owners are chosen."""
-    costs = {}
-    for stage in range(plan.parallel.pp):
-        held = held_by(plan, rank=stage * plan.world_size // plan.parallel.pp)
-        params = {name: torch.empty(shape, device="meta") for name, shape in held.shapes.items()}
-        groups = make_groups(params, roles=held.roles, config=OPTIM, specs=held.specs)
-        costs |= {name: group.cost for name, group in groups.items()}
-    return costs
 
 
 def measure_step(case: Case, config: ParallelConfig, world_size: int) -> Measured:
@@ -186,7 +175,7 @@ def measure(pool: RankPool, case: Case, config: ParallelConfig) -> list[Measured
 
 
 def compare_traffic(plan: StepPlan, ranks: Sequence[Measured]) -> dict[str, tuple[Moved, Moved]]:
-    """By name, what all ranks together moved and what `parallel.cost.traffic` says."""
+    """By name, what all ranks together moved and what `launch.plan.traffic` says."""
     found: dict[str, Moved] = {}
     for rank in ranks:
         for name, moved in rank.traffic.items():
@@ -195,7 +184,7 @@ def compare_traffic(plan: StepPlan, ranks: Sequence[Measured]) -> dict[str, tupl
     crossing = sum(rank.crossing for rank in ranks)
     expected = {
         name: Moved(moved.calls, round(moved.sent))
-        for name, moved in step_traffic(plan, crossing_rows=crossing, cost=update_costs(plan)).items()
+        for name, moved in step_traffic(plan, crossing_rows=crossing).items()
     }
     nothing = Moved(0, 0)
     return {
@@ -204,9 +193,8 @@ def compare_traffic(plan: StepPlan, ranks: Sequence[Measured]) -> dict[str, tupl
 
 
 def compare_memory(plan: StepPlan, ranks: Sequence[Measured]) -> list[tuple[Measured, Memory]]:
-    """For each rank what was measured and what `parallel.cost.memory` says."""
-    costs = update_costs(plan)
-    return [(rank, rank_memory(plan, rank=i, cost=costs, rows=rank.rows)) for i, rank in enumerate(ranks)]
+    """For each rank what was measured and what `launch.plan.memory` says."""
+    return [(rank, rank_memory(plan, rank=i, rows=rank.rows)) for i, rank in enumerate(ranks)]
 
 
 def table(title: str, *columns: str) -> Table:

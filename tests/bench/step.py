@@ -25,6 +25,7 @@ from torch import Tensor
 from configs.compose import compose_config
 from data.loader import DataPosition, Loader, open_loader
 from model.config import ModelConfig, MoEConfig
+from model.flops import training_flops
 from model.kernels.grouped_linear import grouped_linear
 from model.kernels.grouped_linear_reference import grouped_linear_reference
 from model.kimi import KimiModel
@@ -34,7 +35,6 @@ from model.moe import MoE
 from model.params import initialize
 from model.precision import set_precision
 from model.stats import ForwardStats
-from parallel.cost import training_flops
 from parallel.mesh import Mesh
 from train.allocator import keep_freed_memory
 from train.build import build_model, build_optimizer

@@ -34,7 +34,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, timeout=90) as two:
+    with RankPool(2) as two:
         yield two
 
 

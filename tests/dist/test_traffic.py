@@ -1,4 +1,4 @@
-"""What a step moves and needs on real ranks against `parallel.cost`: every name, call and byte; memory within 10%."""
+"""What a step moves and needs on real ranks against `launch.plan`: every name, call and byte; memory within 10%."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,11 +11,10 @@ from torch import Tensor
 
 import optim.distributed
 from model.config import ModelConfig
-from optim.groups import NS_DTYPES
 from optim.muon import muon_step_cut
-from parallel.cost.memory import rank_memory
-from parallel.cost.plan import StepPlan
-from parallel.cost.traffic import step_traffic
+from launch.plan.memory import rank_memory
+from launch.plan.step import StepPlan
+from launch.plan.traffic import step_traffic
 from parallel.config import ParallelConfig
 from parallel.mesh import make_mesh
 from tests.bench.live import LiveMemory
@@ -30,7 +29,6 @@ from tests.bench.parallel import (
     measure,
     off_by,
     plan_of,
-    update_costs,
 )
 from tests.dist.ranks import RankPool
 from tests.model.tiny import tiny_config
@@ -137,13 +135,12 @@ def test_memory_of_an_exchange(pool: RankPool, name: str, ns_dtype: str) -> None
     dp = config.resolved_dp(pool.size)
     case = make_case(SMALL, length=LENGTH, microbatches=1, dp=dp, dtype=torch.bfloat16)
     case = dataclasses.replace(case, optim=dataclasses.replace(case.optim, ns_dtype=ns_dtype))
-    plan = dataclasses.replace(plan_of(case, config, world_size=pool.size), newton_schulz=NS_DTYPES[ns_dtype])
-    costs = update_costs(plan)
+    plan = plan_of(case, config, world_size=pool.size)
     for rank, measured in enumerate(pool.run(exchange_memory, case, config, pool.size)):
-        estimate = rank_memory(plan, rank=rank, cost=costs).exchange
-        assert estimate > 4 * plan.bucket_bytes
+        estimate = rank_memory(plan, rank=rank).exchange
+        assert estimate > 4 * plan.optim.bucket_bytes
         # Norms are not counted. A thread of gloo may hold on for a while to what was sent and received.
-        assert 0 <= measured - estimate < 2 * plan.bucket_bytes + 2**12
+        assert 0 <= measured - estimate < 2 * plan.optim.bucket_bytes + 2**12
 
 
 def test_memory_of_many_losses_before_the_first_backward(pool: RankPool) -> None:

@@ -98,7 +98,7 @@ def exact(ids: Tensor, grad: Tensor, rows: int) -> Tensor:
 
 @pytest.mark.parametrize("elements", [1, 96 * 3, 2**25], ids=["column", "three columns", "whole"])
 def test_an_embedding_over_16k_tokens_is_rounded_once(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.layers, "_SUM_ELEMENTS", elements)
+    monkeypatch.setattr(model.layers, "SUM_ELEMENTS", elements)
     ids = skewed(2**14, 96)
     grad = torch.rand(1, 2**14, 8, generator=torch.Generator().manual_seed(1)).to(BF16)
     module = Embedding(96, 8, padding_id=7).to(BF16)

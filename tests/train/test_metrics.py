@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+import train.metrics
 from parallel.mesh import Axis
 from tests.dist.ranks import RankPool
 from train.metrics import (
@@ -25,7 +26,9 @@ from train.metrics import (
     WandbTracker,
     load_run_id,
     make_trackers,
+    parse_step,
     reduce_over_ranks,
+    reversed_lines,
     rewind,
 )
 from train.progress import ProgressDisplay, format_duration
@@ -140,6 +143,35 @@ def test_rewinding_a_file_cut_at_any_byte_keeps_whole_lines(
     rewind(path, step=step)
     whole = content.count(b"\n")
     assert [line["step"] for line in read_lines(path)] == list(range(1, min(whole, step) + 1))
+
+
+@given(lines=st.lists(st.text("ab", max_size=9), max_size=12), end=st.booleans(), block=st.integers(1, 20))
+def test_lines_are_read_from_the_end(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], end: bool, block: int
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "file"
+    content = ("\n".join(lines) + "\n" * end).encode()
+    path.write_bytes(content)
+    found = list(reversed_lines(path, block=block))
+    assert [line for _, line in found][::-1] == content.splitlines(keepends=True)
+    assert all(content[start:].startswith(line) for start, line in found)
+    assert sum(len(line) for _, line in found) == len(content)
+
+
+def test_rewinding_reads_no_more_than_it_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_steps(path, 1, 500, resume_step=0)
+    parsed: list[int] = []
+
+    def counting(line: bytes) -> dict[str, Any] | None:
+        found = parse_step(line)
+        parsed.append(found["step"] if found else 0)
+        return found
+
+    monkeypatch.setattr(train.metrics, "parse_step", counting)
+    rewind(path, step=497)
+    assert parsed == [500, 499, 498, 497]
+    assert [line["step"] for line in read_lines(path)] == list(range(1, 498))
 
 
 def test_a_full_disk_delays_lines_but_loses_and_tears_none(

@@ -1,4 +1,4 @@
-"""Whether a run folder can be continued, from its files alone; and whole runs that continue otherwise than they began."""
+"""Whether a run folder can be continued, from its files alone; and whole runs that continue otherwise than begun."""
 
 from dataclasses import asdict
 from pathlib import Path

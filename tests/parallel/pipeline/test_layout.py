@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.config import ModelConfig
+from model.flops import forward_flops, layer_flops
 from model.kimi import KimiModel
 from parallel.config import ParallelConfig
-from parallel.cost import forward_flops, layer_flops
 from parallel.pipeline.layout import PipelineLayout, layout_errors, make_layout, split_by_cost, split_evenly
 from parallel.pipeline.stage import held_layers, keep_part, parameter_stages
 from tests.model.tiny import tiny_config

@@ -1,7 +1,9 @@
 """The report's charts: inline SVG by matplotlib, coloured by the page's CSS so that light and dark agree.
 
-matplotlib draws with placeholder colours; `_to_svg` swaps each for a CSS variable of `train/report.py`,
+matplotlib draws with placeholder colours; `_to_svg` swaps each for a CSS variable of `train/report/style.py`,
 and leaves text as text, set in the page's font. No pyplot, so no global state.
+
+An SVG scales with its column, letters and all: a chart that fills the page has a second drawing for narrow windows.
 """
 
 import io
@@ -27,8 +29,8 @@ PLACEHOLDERS = {
 }
 INK, MUTED, GRID, SERIES_1, SERIES_2, SERIES_3 = PLACEHOLDERS
 
-MOST_POINTS = 1200
-"""Points of a drawn line; longer series are averaged in buckets, over the range of the bucket's values."""
+WIDE, NARROW = 10.6, 5.2
+"""Widths in inches: of a chart that fills the page, and of one in half of it or in a narrow window."""
 
 LOAD_COLOURS = LinearSegmentedColormap.from_list("load", ["#184f95", "#6da7ec", "#f0efec", "#ec835a", "#a32a13"])
 """Diverging, neutral at the mean: blue is idle, red overloaded."""
@@ -48,14 +50,23 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series. ``marked`` draws each point (few, apart); ``dashed`` is a level to compare with."""
+    """One series.
+
+    low, high: a band around it, as long as ``y``.
+    marked: draws each point (few, apart).
+    dashed: a level to compare with.
+    faint: drawn thin and pale, beneath its smoothed self.
+    """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
     colour: str = SERIES_1
     marked: bool = False
     dashed: bool = False
+    faint: bool = False
 
 
 def line_chart(
@@ -66,9 +77,10 @@ def line_chart(
     log: bool = False,
     percent: bool = False,
     from_zero: bool = False,
-    size: tuple[float, float] = (5.2, 2.5),
+    tokens: tuple[Sequence[float], Sequence[float]] | None = None,
+    size: tuple[float, float] = (NARROW, 2.5),
 ) -> str:
-    """Lines over steps as an ``<svg>``; a legend above the plot if there are several.
+    """Lines over steps as an ``<svg>``; with a legend if there are several.
 
     Args:
         lines: at least one, each with at least one point.
@@ -77,6 +89,7 @@ def line_chart(
         log: logarithmic y, where there is a positive value.
         percent: y is a fraction, shown in percent.
         from_zero: y starts at 0.
+        tokens: (steps, tokens consumed until then), both rising, for a second axis above the plot.
         size: inches at 96 pixels; scales with the page.
     """
     with matplotlib.rc_context(_STYLE):
@@ -90,29 +103,60 @@ def line_chart(
         if len({x for line in lines for x in line.x}) == 1:
             axes.set_xlim(lines[0].x[0] - 1, lines[0].x[0] + 1)
         if log and any(y > 0 for line in lines for y in line.y):
-            axes.set_yscale("log", nonpositive="mask")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(FuncFormatter(_short))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+            _scale_log(axes)
         else:
             axes.yaxis.set_major_locator(MaxNLocator(5))
             axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else _short))
-        largest = max(y for line in lines for y in line.y)
+        largest = max(max((*line.y, *line.high)) for line in lines)
         if from_zero and largest > 0:
             axes.set_ylim(0, 1.08 * largest)
+        if tokens is not None and len(tokens[0]) > 1:
+            _add_tokens(axes, *tokens)
         if len(lines) > 1:
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(lines), frameon=False, handlelength=1.4)
+            place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0)} if tokens is None else {"loc": "upper right"}
+            axes.legend(**place, ncols=len(lines), frameon=False, handlelength=1.4, columnspacing=1.2)
         return _to_svg(figure, y_label)
 
 
-def heat_map(rows: Sequence[str], values: np.ndarray, *, x_label: str, y_label: str, colour_label: str) -> str:
+def _scale_log(axes: Axes) -> None:
+    """A logarithmic y axis with its marks: labelled ones, and small ones for the numbers between."""
+    axes.set_yscale("log", nonpositive="mask")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(_short))
+    axes.yaxis.set_minor_locator(LogLocator(subs=(3, 4, 6, 7, 8, 9)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.spines["left"].set_visible(True)
+    axes.tick_params(axis="y", which="major", length=5, width=0.8)
+    axes.tick_params(axis="y", which="minor", length=2.5, width=0.6)
+
+
+def _add_tokens(axes: Axes, steps: Sequence[float], tokens: Sequence[float]) -> None:
+    """A second x axis above the plot, in tokens; the last rate goes on beyond the last step."""
+    x = np.array([0.0, *steps, 2 * steps[-1]])
+    y = np.array([0.0, *tokens, 2 * tokens[-1]])
+
+    def to_tokens(at: Any) -> Any:
+        return np.interp(at, x, y)
+
+    def to_steps(at: Any) -> Any:
+        return np.interp(at, y, x)
+
+    top = axes.secondary_xaxis("top", functions=(to_tokens, to_steps))
+    top.set_xlabel("tokens")
+    top.xaxis.set_major_locator(MaxNLocator(6))
+    top.xaxis.set_major_formatter(FuncFormatter(_short))
+
+
+def heat_map(
+    rows: Sequence[str], values: np.ndarray, *, x_label: str, y_label: str, colour_label: str, width: float = WIDE
+) -> str:
     """``values`` [rows, columns], 1 where balanced, as coloured cells in an ``<svg>``; NaN is left empty.
 
     What is above `MOST_LOAD` has its colour: one hot cell must not turn all others pale.
     """
     height = 0.9 + min(5.0, max(0.9, 0.24 * len(rows)))
     with matplotlib.rc_context(_STYLE):
-        figure, axes = _new_axes((10.6, height))
+        figure, axes = _new_axes((width, height))
         largest = float(np.nanmax(values))
         top = min(max(2.0, largest), MOST_LOAD)
         norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
@@ -121,7 +165,7 @@ def heat_map(rows: Sequence[str], values: np.ndarray, *, x_label: str, y_label: 
         axes.spines[:].set_visible(False)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(12 if width == WIDE else 6, integer=True))
         every = max(1, len(rows) // 16)
         axes.set_yticks(range(0, len(rows), every), labels=list(rows)[::every])
         bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=max(8, 9 * height), ticks=[0, 0.5, 1, top])
@@ -138,7 +182,7 @@ def bar_chart(
     y_label: str,
     x_label: str,
     level: tuple[float, str],
-    size: tuple[float, float] = (10.6, 2.5),
+    size: tuple[float, float] = (WIDE, 2.5),
 ) -> str:
     """Bars from 0, side by side at each place, as an ``<svg>``; their numbers on top while there is room for them.
 
@@ -156,7 +200,7 @@ def bar_chart(
         for index, series in enumerate(bars):
             left = place + (index - (len(bars) - 1) / 2) * width
             drawn = axes.bar(left, series.heights, 0.92 * width, color=series.colour, label=series.label)
-            if len(names) * len(bars) <= 24:
+            if len(names) * len(bars) <= 2.3 * size[0]:
                 axes.bar_label(drawn, fmt="%.2f", fontsize=8, color=MUTED, padding=3)
         height, label = level
         axes.axhline(height, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label=label)
@@ -167,7 +211,7 @@ def bar_chart(
         axes.set_ylim(0, 1.12 * max(height, *(max(series.heights) for series in bars)))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_formatter(FuncFormatter(_short))
-        every = max(1, len(names) // 24)
+        every = max(1, int(len(names) / (2.3 * size[0])))
         axes.set_xticks(place[::every], labels=list(names)[::every])
         handles, labels = axes.get_legend_handles_labels()
         # The level is drawn last and told last.
@@ -217,20 +261,17 @@ def _new_axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
 
 
 def _draw(axes: Axes, line: Line) -> None:
-    x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
-    if len(x) > MOST_POINTS:
-        buckets = np.array_split(np.arange(len(x)), MOST_POINTS // 2)
-        low, high = ([pick(y[b]) for b in buckets] for pick in (np.min, np.max))
-        x, y = np.array([x[b].mean() for b in buckets]), np.array([y[b].mean() for b in buckets])
-        axes.fill_between(x, low, high, color=line.colour, alpha=0.2, linewidth=0)
+    if len(line.low):
+        axes.fill_between(line.x, line.low, line.high, color=line.colour, alpha=0.16, linewidth=0)
     axes.plot(
-        x,
-        y,
+        line.x,
+        line.y,
         color=line.colour,
         label=line.label,
         linestyle=(0, (4, 3)) if line.dashed else "-",
-        linewidth=1.2 if line.dashed else 1.6,
-        marker="o" if line.marked or len(x) == 1 else None,
+        linewidth=0.8 if line.faint else 1.2 if line.dashed else 1.7,
+        alpha=0.45 if line.faint else 1.0,
+        marker="o" if line.marked or len(line.x) == 1 else None,
         markersize=4.5,
     )
 

@@ -1,27 +1,31 @@
 """What each rank holds, from the config alone: its place, its layers, its slices of parameters, its buckets.
 
-The model is built on the meta device and cut by the same `ShardSpec` and bucket plan as in training, so what is planned
-here is what will be there. No process group is needed: `mesh_at` says where any rank of any mesh stands.
+The model is built on the meta device and cut by the same `ShardSpec`, optimizer groups and bucket plan as in training,
+so what is planned here is what will be there. No process group is needed: `mesh_at` says where any rank of any mesh
+stands.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from model.config import ModelConfig
 from model.kimi import KimiModel
-from model.params import ParamRole, named_roles
+from model.params import named_roles
 from model.precision import compute_dtype, set_precision
+from optim.exchange import rounds_of
+from optim.groups import NS_DTYPES, Group, OptimConfig, make_groups
+from optim.newton_schulz import default_dtype
+from optim.rounds import Round
 from parallel.buckets import BucketPlan, plan_buckets
 from parallel.config import ParallelConfig
 from parallel.grads import EMBEDDING
 from parallel.mesh import Axis, Mesh, Traffic, axis_lines
 from parallel.pipeline.layout import PipelineLayout, make_layout
 from parallel.pipeline.stage import keep_part, parameter_stages
-from parallel.rounds import Round, Shape, plan_rounds
 from parallel.sharding import ShardSpec, axis_of, parameter_specs
 
 
@@ -35,11 +39,8 @@ class StepPlan:
     dtype: of the matrices.
     loss_chunk: tokens whose logits exist at once.
     recompute: policy, as in `parallel.recompute.RecomputeConfig`.
-    bucket_bytes: as in `parallel.data.DataParallel`; of a round of Muon's exchange likewise (`parallel.rounds`).
-    per_head, output_per_head: whether Muon treats heads one by one, as in the optimizer's config; what it does not
-        split so it needs whole.
-    newton_schulz: dtype of Muon's results; None: that of sums.
-    track_logits: whether attention logits are watched, as for QK-Clip.
+    optim: the optimizer's config, which also says how large buckets are.
+    device: "cpu" or an accelerator's name: how much Muon orthogonalises at once, and in which dtype.
     sends_linger: whether a pipeline's messages stay until the step ends, as with gloo, which does not tell when one
         has left.
     """
@@ -53,11 +54,8 @@ class StepPlan:
     dtype: torch.dtype = torch.bfloat16
     loss_chunk: int = 1024
     recompute: str = "none"
-    bucket_bytes: int = 32 * 2**20
-    per_head: bool = True
-    output_per_head: bool = False
-    newton_schulz: torch.dtype | None = None
-    track_logits: bool = True
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    device: str = "cpu"
     sends_linger: bool = False
 
     @property
@@ -88,12 +86,20 @@ class StepPlan:
     @property
     def orthogonal(self) -> int:
         """Bytes of an element of Muon's results."""
-        return (self.newton_schulz or self.dtype_of_sums).itemsize
+        # Where it lies decides; the meta device stands for any accelerator.
+        like = torch.empty(0, dtype=self.dtype_of_sums, device="cpu" if self.device == "cpu" else "meta")
+        return (NS_DTYPES[self.optim.ns_dtype] or default_dtype(like)).itemsize
 
     @cached_property
     def layout(self) -> PipelineLayout:
         """Layers of each pipeline rank."""
         return make_layout(self.parallel, self.model, length=self.length)
+
+    @cached_property
+    def stages(self) -> tuple["Held", ...]:
+        """What the first rank of each pipeline rank's group holds."""
+        ranks = self.world_size // self.parallel.pp
+        return tuple(_first_of_stage(self, mesh_at(self, rank=stage * ranks)) for stage in range(self.parallel.pp))
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class Held:
     first, last: whether it embeds tokens, and whether it computes the loss.
     shapes, dtypes: of what it holds.
     specs: layout of each.
-    roles: role of each.
+    groups: what the optimizer does to each.
     buckets: the plan of its stage.
     owned: names that it updates.
     buffer_bytes: router biases.
@@ -117,7 +123,7 @@ class Held:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     specs: dict[str, ShardSpec]
-    roles: dict[str, ParamRole]
+    groups: dict[str, Group]
     buckets: BucketPlan
     owned: tuple[str, ...]
     buffer_bytes: int
@@ -127,24 +133,15 @@ class Held:
         """Elements of parameters on this rank."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    def is_cut(self, name: str, plan: StepPlan) -> bool:
-        """Whether Muon orthogonalises matrices of which this rank holds only parts."""
-        role, spec = self.roles[name], self.specs[name]
-        split = role.heads > 1 and (plan.output_per_head if role.by_columns else plan.per_head)
-        over_tp = self.mesh.tp.size > 1 and any(axis == "tp" for _, axis in spec.shards)
-        return role.kind == "matrix" and over_tp and not split
-
-    def whole_matrices(self, name: str) -> Shape:
-        """(count, rows, columns) of a parameter's matrices, the tp ranks' parts put together."""
-        cut = [dim for dim, axis in self.specs[name].shards if axis == "tp"]
-        sizes = [size * (self.mesh.tp.size if dim in cut else 1) for dim, size in enumerate(self.shapes[name])]
-        *leading, rows, columns = sizes
-        return math.prod(leading), rows, columns
+    def muon(self, names: Iterable[str], *, cut: bool) -> dict[str, Group]:
+        """Of ``names``, the groups of matrices that tp cuts through, or those of matrices that are whole here."""
+        groups = {name: self.groups[name] for name in names if self.groups[name].optimizer == "muon"}
+        return {name: group for name, group in groups.items() if (group.cut is not None) == cut}
 
     def rounds(self, plan: StepPlan, *, owned: Iterable[str]) -> tuple[Round, ...]:
         """Rounds of Muon's exchange between tp ranks that own the parameters ``owned``."""
-        matrices = {name: self.whole_matrices(name) for name in owned if self.is_cut(name, plan)}
-        return plan_rounds(matrices, ranks=self.mesh.tp.size, round_bytes=plan.bucket_bytes)
+        groups = self.muon(owned, cut=True)
+        return rounds_of(groups, ranks=self.mesh.tp.size, round_bytes=plan.optim.bucket_bytes)
 
     @property
     def head(self) -> str:
@@ -156,13 +153,12 @@ class Held:
         return axis_of(self.mesh, self.specs[name].copies)
 
 
-def mesh_at(config: ParallelConfig, world_size: int, *, rank: int) -> Mesh:
+def mesh_at(plan: StepPlan, *, rank: int) -> Mesh:
     """Where ``rank`` stands, as `parallel.mesh.make_mesh` would say on that rank; nothing can be sent over it."""
-    if world_size == 1:
+    if plan.world_size == 1:
         return Mesh()
-    lines = axis_lines(
-        world_size, pp=config.pp, dp=config.resolved_dp(world_size), cp=config.cp, tp=config.tp, ep=config.ep
-    )
+    axes = plan.parallel
+    lines = axis_lines(plan.world_size, pp=axes.pp, dp=plan.dp, cp=axes.cp, tp=axes.tp, ep=axes.ep)
     traffic = Traffic()
     mine = {name: line for name, groups in lines.items() for line in groups if rank in line}
     return Mesh(
@@ -170,14 +166,24 @@ def mesh_at(config: ParallelConfig, world_size: int, *, rank: int) -> Mesh:
     )
 
 
-def held_by(plan: StepPlan, *, rank: int, cost: Mapping[str, float] | None = None) -> Held:
-    """What ``rank`` holds.
+def held_by(plan: StepPlan, *, rank: int) -> Held:
+    """What ``rank`` holds."""
+    held = plan.stages[rank // (plan.world_size // plan.parallel.pp)]
+    mesh = mesh_at(plan, rank=rank)
+    return replace(held, mesh=mesh, owned=held.buckets.owned_by(mesh.replicas.rank))
 
-    Args:
-        cost: work of updating each of its parameters, as given to `DataParallel`; decides who owns what. None counts
-            elements.
-    """
-    mesh = mesh_at(plan.parallel, plan.world_size, rank=rank)
+
+def held_by_busiest(plan: StepPlan, *, stage: int) -> Held:
+    """What the rank holds that owns most elements of optimizer state among those of one pipeline rank."""
+    held, ranks = plan.stages[stage], plan.world_size // plan.parallel.pp
+
+    def state(owner: int) -> int:
+        return sum(math.prod(held.shapes[n]) * len(held.groups[n].moments) for n in held.buckets.owned_by(owner))
+
+    return held_by(plan, rank=stage * ranks + max(range(ranks), key=state))
+
+
+def _first_of_stage(plan: StepPlan, mesh: Mesh) -> Held:
     layout, stage = plan.layout, mesh.pp.rank
     with torch.device("meta"):
         model = KimiModel(plan.model)
@@ -189,12 +195,13 @@ def held_by(plan: StepPlan, *, rank: int, cost: Mapping[str, float] | None = Non
     specs = parameter_specs(model, mesh=Mesh())
     shapes = {name: spec.local_shape(mesh) for name, spec in specs.items()}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    slices = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    groups = make_groups(slices, roles=named_roles(model), config=plan.optim, specs=specs)
     buckets = plan_buckets(
-        sizes,
+        {name: math.prod(shape) for name, shape in shapes.items()},
         ranks=mesh.replicas.size,
-        bucket_bytes=plan.bucket_bytes,
-        cost=sizes if cost is None else cost,
+        bucket_bytes=plan.optim.bucket_bytes,
+        cost={name: group.cost for name, group in groups.items()},
         dtypes=dtypes,
         copies={name: axis_of(mesh, spec.copies).size for name, spec in specs.items()},
         parts=parameter_stages(model, layout),
@@ -208,7 +215,7 @@ def held_by(plan: StepPlan, *, rank: int, cost: Mapping[str, float] | None = Non
         shapes=shapes,
         dtypes=dtypes,
         specs=specs,
-        roles=named_roles(model),
+        groups=groups,
         buckets=buckets,
         owned=buckets.owned_by(mesh.replicas.rank),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),

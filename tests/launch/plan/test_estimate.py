@@ -9,22 +9,25 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+import launch.plan.memory
 import model.moe
+import optim.distributed
+from launch.plan.activations import index_bytes, layer_bytes, output_bytes
+from launch.plan.memory import memory_of, rank_memory
+from launch.plan.step import StepPlan, held_by
 from model.config import ModelConfig, MoEConfig
+from model.flops import KDA_CHUNK, forward_flops, training_flops
 from model.kda import KDA
 from model.kernels.kda_plan import CHUNK
 from model.kimi import KimiModel
 from model.seams import Received
+from optim.groups import OptimConfig
 from parallel.config import ParallelConfig
-from parallel.cost import KDA_CHUNK, forward_flops, training_flops
-from parallel.cost.activations import index_bytes, layer_bytes, output_bytes
-from parallel.cost.memory import rank_memory
-from parallel.cost.plan import StepPlan, held_by
 from parallel.mesh import Mesh
 from parallel.recompute import RecomputeConfig
 from tests.bench.live import LiveMemory, bytes_of
 from tests.model.tiny import FAMILIES, tiny_config, tiny_model, tokens
-from train.build import build_model
+from train.build import build_model, build_optimizer
 
 
 def dense(config: ModelConfig) -> ModelConfig:
@@ -171,7 +174,11 @@ def test_ranks_hold_and_own_the_whole_model(config: ParallelConfig) -> None:
 def test_zero_2_keeps_the_gradients_of_owned_buckets() -> None:
     plans = [
         StepPlan(
-            model=tiny_config(), parallel=ParallelConfig(dp=4, zero=zero), world_size=4, length=64, bucket_bytes=2**14
+            model=tiny_config(),
+            parallel=ParallelConfig(dp=4, zero=zero),
+            world_size=4,
+            length=64,
+            optim=OptimConfig(bucket_mb=2**-6),
         )
         for zero in (1, 2)
     ]
@@ -198,16 +205,48 @@ def test_rounds_bound_the_exchange_of_kimi_k3() -> None:
         parallel=ParallelConfig(pp=16, tp=8, dp=8, ep=8),
         world_size=1024,
         length=4096,
-        newton_schulz=torch.bfloat16,
+        device="cuda",
     )
     held, memory = held_by(plan, rank=512), rank_memory(plan, rank=512)
     whole, largest = [], 0
     for portions in held.rounds(plan, owned=held.owned):
-        sizes = [4 * math.prod(held.whole_matrices(portion.name)[1:]) for portion in portions]
+        sizes = [4 * math.prod(held.groups[portion.name].blocks[0][1:]) for portion in portions]
         whole.append(sum(portion.counts[0] * size for portion, size in zip(portions, sizes)))
         largest = max(largest, *sizes)
     assert sum(whole) > 10 * 2**30
-    assert max(whole) == largest > plan.bucket_bytes
+    assert max(whole) == largest > plan.optim.bucket_bytes
     assert 2 * largest < memory.exchange < 5 * largest
     # Activations are gone when it happens, and they are more.
     assert memory.peak == memory.static + memory.transient + memory.activations + memory.working
+
+
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("limit", [2**13, 2**16], ids=["several stacks", "one a shape"])
+def test_stacks_of_whole_matrices_are_what_a_step_takes(
+    limit: int, ns_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (optim.distributed, launch.plan.memory):
+        monkeypatch.setattr(module, "batch_elements", lambda device: limit)
+    config = OptimConfig(ns_dtype=ns_dtype)
+    net = tiny_model("k3", dtype=torch.bfloat16)
+    dp, optimizer = build_optimizer(net, config, mesh=Mesh())
+    gradients = dp.owned_gradients()
+    for gradient in gradients.values():
+        gradient.fill_(0.5)
+    known = [*net.parameters(), *optimizer.state_dict().values(), *gradients.values()]
+    with LiveMemory(known) as live:
+        optimizer.step(gradients, lr=0.01)
+    plan = StepPlan(model=net.config, length=8, optim=config)
+    memory = rank_memory(plan, rank=0)
+    assert memory.update == memory.stack > 0
+    # Norms and powers of two, a few numbers a matrix, are not counted.
+    assert 0 <= live.peak - memory.stack < 0.05 * memory.stack + 2**12
+
+
+def test_stacks_fill_an_accelerator() -> None:
+    plan = StepPlan(model=ModelConfig(layers="KKKM"), length=8, device="cuda")
+    memory = memory_of(plan, held_by(plan, rank=0))
+    largest = max(rows * columns for group in plan.stages[0].groups.values() for _, rows, columns in group.blocks)
+    # 2^26 elements, or one larger matrix: a copy of several pieces, and what is scaled before and after its cast.
+    assert 2**26 * 4 < memory.stack <= max(2**26, largest) * (4 + 4 + 2)
+    assert memory.peak == memory.static + max(memory.transient + memory.activations + memory.working, memory.stack)

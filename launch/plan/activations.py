@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
+from launch.plan.step import StepPlan
 from model.dispatch import SEGMENT_ALIGNMENT
 from model.kernels.kda_plan import CHUNK
-from parallel.cost.plan import StepPlan
 
 INDEX = 8
 """Bytes of an index (int64)."""

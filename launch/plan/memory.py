@@ -5,24 +5,31 @@
     activations of all microbatches between their forward and backward, as the schedule has them at most
     working     what one operation needs on top: the loss of a chunk of tokens with the head's gradient, or the backward
                 of one layer, which makes again what was not kept
-    exchange    the largest round of matrices cut over tp that the optimizer brings together, when activations are gone
+    update      the largest stack of matrices that the optimizer orthogonalises together, or the largest round of
+                matrices cut over tp that it brings together for that, when activations are gone
 
-The first four are exact. Activations are those of `parallel.cost.activations`. Of the working memory the largest terms
+The first four are exact. Activations are those of `launch.plan.activations`. Of the working memory the largest terms
 are counted, so the sum is an estimate, a few percent off (`python -m tests.bench.parallel` measures it). Not counted
-are the buffers of collectives other than the exchange, Muon's stacks of matrices that are not cut (`optim.muon` bounds
-them), and what an allocator loses between blocks.
+are the buffers of collectives other than the exchange, and what an allocator loses between blocks.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
+from launch.plan.activations import deferred_bytes, even_rows, index_bytes, layer_bytes, output_bytes
+from launch.plan.step import Held, StepPlan, held_by
 from model.kernels.situ_glu import SLICE
-from parallel.cost.activations import deferred_bytes, even_rows, index_bytes, layer_bytes, output_bytes
-from parallel.cost.plan import Held, StepPlan, held_by
+from model.layers import SUM_ELEMENTS
+from optim.exchange import MatrixExchange
+from optim.groups import Group
+from optim.muon import MuonBatch, batch_elements, plan_batches
+from optim.rounds import Round
 from parallel.data import IN_FLIGHT
+from parallel.grads import EMBEDDING
 from parallel.pipeline.schedule import make_schedule, splits_weights
-from parallel.rounds import Round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +44,13 @@ class Memory:
     optimizer: int
     activations: float
     working: float
+    stack: int
     exchange: int
+
+    @property
+    def update(self) -> int:
+        """Most that the optimizer takes on top."""
+        return max(self.stack, self.exchange)
 
     @property
     def static(self) -> int:
@@ -47,39 +60,38 @@ class Memory:
     @property
     def peak(self) -> float:
         """Most at any time."""
-        return self.static + max(self.transient + self.activations + self.working, self.exchange)
+        return self.static + max(self.transient + self.activations + self.working, self.update)
 
 
-def rank_memory(
-    plan: StepPlan, *, rank: int, cost: Mapping[str, float] | None = None, rows: float | None = None
-) -> Memory:
-    """Memory of ``rank``.
+def rank_memory(plan: StepPlan, *, rank: int, rows: float | None = None) -> Memory:
+    """Memory of ``rank``; ``rows`` as for `memory_of`."""
+    return memory_of(plan, held_by(plan, rank=rank), rows=rows)
+
+
+def memory_of(plan: StepPlan, held: Held, *, rows: float | None = None) -> Memory:
+    """Memory of the rank that holds ``held``.
 
     Args:
-        cost: work of updating each of its parameters, as in `parallel.cost.plan.held_by`; decides who owns what.
         rows: (token, choice) rows that the rank's experts compute in a layer and microbatch, padding included. None:
             even routing.
     """
-    held = held_by(plan, rank=rank, cost=cost)
     rows = even_rows(plan) if rows is None else rows
     owned = set(held.owned)
     mine = [bucket for bucket in held.buckets.buckets if owned.issuperset(slot.name for slot in bucket.slots)]
     others = [bucket for bucket in held.buckets.buckets if bucket not in mine]
     summed = held.buckets.buckets if plan.parallel.zero == 1 else mine
     transient = sum(sorted((bucket.numel for bucket in others), reverse=True)[: 1 + IN_FLIGHT])
-    narrow = [name for name in held.owned if held.dtypes[name].itemsize < plan.wide]
+    sizes = {name: math.prod(held.shapes[name]) * plan.wide for name in held.owned}
     return Memory(
         weights=sum(b.numel * held.dtypes[b.slots[0].name].itemsize for b in held.buckets.buckets),
         buffers=held.buffer_bytes,
         gradients=sum(bucket.numel for bucket in summed) * plan.wide,
         transient=transient * plan.wide if plan.parallel.zero == 2 else 0,
-        masters=sum(math.prod(held.shapes[name]) for name in narrow) * plan.wide,
-        optimizer=sum(
-            math.prod(held.shapes[name]) * plan.wide * (1 if held.roles[name].kind == "matrix" else 2)
-            for name in held.owned
-        ),
+        masters=sum(size for name, size in sizes.items() if held.dtypes[name].itemsize < plan.wide),
+        optimizer=sum(size * len(held.groups[name].moments) for name, size in sizes.items()),
         activations=_most_kept(plan, held, rows),
-        working=max(_loss_work(plan, held), _layer_work(plan, held, rows)),
+        working=max(_loss_work(plan, held), _layer_work(plan, held, rows), _embedding_work(plan, held)),
+        stack=_most_stacked(plan, held.muon(held.owned, cut=False)),
         exchange=max(
             (_round_work(plan, held, portions) for portions in held.rounds(plan, owned=held.owned)), default=0
         ),
@@ -157,22 +169,41 @@ def _layer_work(plan: StepPlan, held: Held, rows: float) -> float:
     return again + 3 * inner * s + 4 * min(inner, SLICE) * w + 2 * plan.tokens * plan.model.hidden_dim * s
 
 
+def _embedding_work(plan: StepPlan, held: Held) -> float:
+    """The embedding's gradient, and a slice of it in which a microbatch's tokens are summed."""
+    if not held.first:
+        return 0.0
+    vocabulary, dim = held.shapes[EMBEDDING]
+    columns = min(dim, max(1, SUM_ELEMENTS // vocabulary))
+    # The gradient of the tokens that are looked up, and its columns in the dtype of sums.
+    tokens = plan.tokens * (dim * plan.narrow + columns * plan.wide)
+    return tokens + vocabulary * (dim * plan.narrow + columns * plan.wide)
+
+
 def _round_work(plan: StepPlan, held: Held, portions: Round) -> int:
-    """Most bytes at once of a round of Muon's exchange, if equal matrices are orthogonalised in one product."""
+    """Most bytes at once of a round of Muon's exchange."""
     tp, w, s = held.mesh.tp, plan.wide, plan.orthogonal
+    exchange = MatrixExchange(held.groups, tp, portions)
     parts = 0
-    pieces: dict[tuple[int, int], list[int]] = {}
     for portion in portions:
-        _, *sides = held.whole_matrices(portion.name)
-        parts += sum(portion.counts) * math.prod(sides) // tp.size
-        if portion.counts[tp.rank]:
-            pieces.setdefault((sides[0], sides[1]), []).append(portion.counts[tp.rank])
-    stack = 0
-    for (rows, columns), counts in pieces.items():
-        numel, gram = sum(counts) * rows * columns, sum(counts) * min(rows, columns) ** 2
-        copy = numel * w if len(counts) > 1 else 0
-        # Scaled and then cast; later two iterates and two polynomials of the Gram matrix.
-        stack = max(stack, copy + max(numel * (w + (s if s < w else 0)), 2 * (numel + gram) * s))
-    whole = sum(sum(counts) * rows * columns for (rows, columns), counts in pieces.items())
+        _, rows, columns = held.groups[portion.name].blocks[0]
+        parts += sum(portion.counts) * rows * columns // tp.size
+    whole = sum(math.prod(group.shape) for group in exchange.share.values())
     gather, scatter = whole * w + max(parts, whole) * w, (2 * whole + parts) * s
-    return max(gather, whole * (w + s) + stack, scatter)
+    return max(gather, whole * (w + s) + _most_stacked(plan, exchange.share), scatter)
+
+
+def _most_stacked(plan: StepPlan, groups: Mapping[str, Group]) -> int:
+    """Most bytes that one of Muon's stacks takes, over those in which it orthogonalises whole matrices."""
+    limit = batch_elements(torch.device(plan.device))
+    batches = plan_batches(list(groups.values()), max_elements=limit)
+    return max((_stack_work(plan, batch) for batch in batches), default=0)
+
+
+def _stack_work(plan: StepPlan, batch: MuonBatch) -> int:
+    w, s = plan.wide, plan.orthogonal
+    count = sum(piece.stop - piece.start for piece in batch.pieces)
+    numel, gram = count * batch.rows * batch.columns, count * min(batch.rows, batch.columns) ** 2
+    copy = numel * w if len(batch.pieces) > 1 else 0
+    # Scaled and then cast; later two iterates and two polynomials of the Gram matrix.
+    return copy + max(numel * (w + (s if s < w else 0)), 2 * (numel + gram) * s)

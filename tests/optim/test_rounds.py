@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.rounds import Shape, newton_schulz_cost, plan_rounds
+from optim.rounds import Shape, newton_schulz_cost, plan_rounds
 
 SHAPES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.integers(1, 40)), max_size=8)
 RANKS = st.integers(1, 5)

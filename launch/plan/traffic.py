@@ -17,10 +17,9 @@ Shapes: T tokens of a cp slice, D model, L latent, H heads of a tp rank, K key, 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from parallel.cost.plan import Held, StepPlan, held_by
+from launch.plan.step import Held, StepPlan
 from parallel.mesh import Axis
 
 
@@ -58,22 +57,17 @@ class _Ledger:
         self.add(axis, "all_to_all", whole * (axis.size - 1) / axis.size, times=times)
 
 
-def step_traffic(
-    plan: StepPlan, *, crossing_rows: float | None = None, cost: Mapping[str, float] | None = None
-) -> dict[str, Moved]:
+def step_traffic(plan: StepPlan, *, crossing_rows: float | None = None) -> dict[str, Moved]:
     """Calls and bytes by name of one training step, over all ranks.
 
     Args:
         crossing_rows: how many (token, choice) rows of the step, over all expert layers, have their expert on another
             ep rank. None: what even routing makes of it.
-        cost: as for `held_by`, for the parameters of all stages. Only calls depend on it: how many rounds of Muon's
-            exchange a rank takes part in is up to the matrices that it owns.
     """
     ledger = _Ledger()
     for stage in range(plan.parallel.pp):
         # All ranks of a stage do the same.
-        ranks = plan.world_size // plan.parallel.pp
-        held = held_by(plan, rank=stage * ranks, cost=cost)
+        ranks, held = plan.world_size // plan.parallel.pp, plan.stages[stage]
         ledger.ranks = ranks * plan.microbatches
         for layer in held.layers:
             _layer_traffic(ledger, plan, held, layer)
@@ -209,7 +203,7 @@ def _statistics_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
     mesh, moe = held.mesh, plan.model.moe
     experts = [layer for layer in held.layers if plan.model.is_moe(layer)]
     bins = moe.histogram_bins if moe.balancing == "quantile" else 0
-    heads = plan.model.mla.heads if plan.track_logits else 0
+    heads = plan.model.mla.heads if plan.optim.qk_clip > 0 else 0
     attention = [layer for layer in held.layers if layer in plan.model.mla_layers]
     _combine(ledger, mesh.dp, 8)
     _combine(ledger, mesh.dense, 8)
@@ -232,9 +226,11 @@ def _matrix_traffic(ledger: _Ledger, plan: StepPlan, held: Held) -> None:
     tp, stage = held.mesh.tp, held.mesh.replicas
     ledger.ranks = 1
     for rank in range(stage.size):
-        owned = [name for name in held.buckets.owned_by(rank) if held.is_cut(name, plan)]
-        _combine(ledger, tp, sum(held.whole_matrices(name)[0] for name in owned))
-    whole = sum(math.prod(held.shapes[name]) / held.axis(name).size for name in held.shapes if held.is_cut(name, plan))
+        owned = held.muon(held.buckets.owned_by(rank), cut=True)
+        _combine(ledger, tp, sum(group.blocks[0][0] for group in owned.values()))
+    whole = sum(
+        math.prod(group.shape) / held.axis(name).size for name, group in held.muon(held.groups, cut=True).items()
+    )
     rounds = sum(len(held.rounds(plan, owned=held.buckets.owned_by(rank))) for rank in range(stage.size))
     for width in (plan.wide, plan.orthogonal):
         # All ranks together send what all of them hold, but for what is at home already.
