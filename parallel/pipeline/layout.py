@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from model.config import ModelConfig
 from model.flops import forward_flops, layer_flops
-from parallel.config import ParallelConfig
+from parallel.pipeline.config import PipelineConfig
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def split_by_cost(costs: Sequence[float], stages: int, *, head: float = 0.0) -> 
     return best[layers][2]
 
 
-def layout_errors(config: ParallelConfig, *, layers: int) -> list[str]:
+def layout_errors(config: PipelineConfig, *, layers: int) -> list[str]:
     """What keeps a model of ``layers`` layers from being cut as ``config`` says: field, value, rule, remedy."""
     stages = config.pp * config.vpp
     if stages > layers:
@@ -171,7 +171,7 @@ def layout_errors(config: ParallelConfig, *, layers: int) -> list[str]:
     return found
 
 
-def make_layout(config: ParallelConfig, model: ModelConfig, *, length: int) -> PipelineLayout:
+def make_layout(config: PipelineConfig, model: ModelConfig, *, length: int) -> PipelineLayout:
     """The cut that ``config`` describes: as listed in ``layout``, or automatic by ``balance``.
 
     Args:

@@ -1,6 +1,7 @@
 """Routing, its ties, and both rules that move the selection bias."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from model.config import MoEConfig
 from model.router import (
+    Chosen,
+    Decisions,
     Router,
     bias_from_histogram,
     bias_from_load,
@@ -172,3 +175,20 @@ def test_a_step_without_tokens_leaves_the_bias() -> None:
     assert torch.equal(bias_from_histogram(nothing, bias, k=1), bias)
     still = bias_from_load(torch.zeros(3, dtype=torch.int64), bias, step=0.001)
     torch.testing.assert_close(still, bias, rtol=0, atol=1e-7)
+
+
+def test_a_decision_is_made_once_and_each_kind_by_itself() -> None:
+    class Other(NamedTuple):
+        number: int
+
+    decisions, made = Decisions(), []
+    chosen = Chosen(torch.tensor([[1, 0]]))
+    for _ in range(2):
+        assert decisions.once(Chosen, lambda: made.append("chosen") or chosen) is chosen
+        assert decisions.once(Other, lambda: made.append("other") or Other(3)) == Other(3)
+    assert made == ["chosen", "other"]
+
+
+def test_a_decision_of_another_kind_than_was_asked_for_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="Chosen expected, int was decided"):
+        Decisions().once(Chosen, lambda: 3)
