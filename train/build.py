@@ -343,6 +343,7 @@ def describe(config: ModelConfig, loader: Loader) -> dict[str, Any]:
         "active_parameters": active,
         "unigram_entropy": loader.unigram_entropy(),
         "training_tokens": loader.num_tokens(),
+        "data_notes": "; ".join(loader.notes()) or None,
     }
 
 
