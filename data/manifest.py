@@ -154,7 +154,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); make it readable for this user") from None
-    with edge(f"{path}: must be JSON and a manifest of format {FORMAT}", remedy=REMEDY):
+    with edge(path, what=f"must be JSON and a manifest of format {FORMAT}", remedy=REMEDY):
         manifest = _parse(json.loads(content), path)
         known = manifest.dtype in DTYPES
         largest = int(manifest.vocab_size) - 1

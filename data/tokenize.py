@@ -502,6 +502,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    except MemoryError:
+        print("error: memory is full; run the same command again with fewer --workers to go on", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130

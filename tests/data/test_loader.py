@@ -21,7 +21,9 @@ from data.loader import (
 )
 from data.pack import IGNORE_INDEX
 from data.store import TokenStore
+from data.tokenize import tokenize
 from tests.data.corpora import byte_tokenizer, numbered, write_corpus
+from tests.data.test_tokenize import lines, options, word_tokenizer
 
 LENGTHS = [5, 17, 1, 40, 33, 8, 8, 16, 2, 29]
 
@@ -354,6 +356,17 @@ class TestOpen:
         assert loader.decode(loader.encode_prompt("def f")) == "def f"
         assert loader.decode(loader.encode_prompt("")) == "\n"
         assert loader.unigram_entropy() == pytest.approx(np.log(200), rel=1e-12)
+
+    @pytest.mark.parametrize("prompt", ["", " ", "\n\n"])
+    def test_a_prompt_without_tokens_begins_with_the_end_of_a_text(self, tmp_path: Path, prompt: str) -> None:
+        """A tokenizer that splits at white space has no ids for it, and generation begins with one."""
+        words = word_tokenizer(tmp_path / "t.json", vocab={"a": 0, "<|eos|>": 1})
+        source = lines(tmp_path / "in.jsonl", {"text": "a a"}, {"text": "a"})
+        tokenize(options(source, tokenizer=words), tmp_path / "corpus")
+        config = DataConfig(sources=[SourceConfig(str(tmp_path / "corpus"), 1.0)], validation_fraction=0)
+        loader = open_loader(config, cache=tmp_path, vocab_size=2, seed=0)
+        assert loader.encode_prompt(prompt) == [1]
+        assert loader.encode_prompt("a a") == [0, 0]
 
     def test_sources_with_different_tokenizers(self, tmp_path: Path) -> None:
         write_corpus(tmp_path / "a", [[[1], [2]]])

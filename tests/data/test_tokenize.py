@@ -188,6 +188,18 @@ class TestTokenizer:
         manifest = tokenize(options(source, tokenizer=plain), tmp_path / "out")
         assert (manifest.dtype, manifest.vocab_size, manifest.shards[0].max_id) == ("uint32", 70001, 70000)
 
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_words_without_a_token(self, tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]) -> None:
+        """The library raises a plain Exception, in whichever process."""
+        made = Tokenizer(models.WordLevel({"a": 0, "<|eos|>": 1}, unk_token="<unk>"))
+        made.save(str(tmp_path / "t.json"))
+        source = lines(tmp_path / "in.jsonl", *({"text": "unknown"} for _ in range(9)))
+        arguments = ["--source", source, "--tokenizer", str(tmp_path / "t.json"), "--out", str(tmp_path / "out")]
+        assert main([*arguments, "--shard-tokens", "8", "--workers", str(workers)]) == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("error: --tokenizer: cannot encode a document (WordLevel error")
+        assert not (tmp_path / "out").exists()
+
     def test_settings_for_other_uses_are_off(self, tmp_path: Path, tokenizer: Path) -> None:
         """Truncation in the file would drop text silently, padding would add tokens."""
         made = Tokenizer.from_file(str(tokenizer))
