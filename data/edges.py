@@ -24,8 +24,9 @@ class InputError(ValueError):
 
 
 @contextmanager
-def edge(place: str | Path, *, remedy: str) -> Iterator[None]:
-    """What reads ``place`` stands inside; every error that is not yet a line of ours becomes one.
+def edge(place: str | Path, *, remedy: str, what: str = "cannot be read") -> Iterator[None]:
+    """What reads ``place`` stands inside; every error that is not yet a line of ours becomes one: place, ``what`` is
+    wrong with it, the error's own reason and the remedy.
 
     Raises:
         InputError: instead of whatever was raised, except what ends a process on purpose.
@@ -35,19 +36,19 @@ def edge(place: str | Path, *, remedy: str) -> Iterator[None]:
     except (InputError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of a Rust library is no Exception
-        raise InputError(f"{place}: {reason(error)}; {remedy}") from error
+        raise InputError(f"{place}: {what} ({reason(error)}); {remedy}") from error
 
 
 def reason(error: BaseException) -> str:
-    """Why, in one line: an error's own first line, or what kind it is if it has none."""
+    """Why, in a few words: the first line of an error, or what kind it is if it has none."""
     if isinstance(error, OSError) and error.strerror:
-        return f"cannot be read ({' '.join(error.strerror.split())})"
+        return " ".join(error.strerror.split())
     if isinstance(error, MemoryError):
-        return "cannot be read (it does not fit into memory)"
+        return "it does not fit into memory"
     if isinstance(error, RecursionError):
-        return "cannot be read (it is nested too deeply)"
+        return "it is nested too deeply"
     lines = str(error).strip().splitlines()
-    return f"cannot be read ({lines[0].strip() if lines else type(error).__name__})"
+    return lines[0].strip() if lines else type(error).__name__
 
 
 def place_error(name: str, value: str | Path) -> str | None:

@@ -107,13 +107,12 @@ def judge(path: str, *, member: str = "", kind: str, encoding: str | None = None
         compression = "zip" if member else compression_of(path)
         with open_plain(path, compression=compression, member=member) as file:
             head = file.read(HEAD)
-    if compression is not None and (inner := _compression(head)) is not None:
-        raise NotText(f"{place}: is {inner} inside {compression}; unpack it first")
-    if kind in ("parquet", "arrow"):
-        if compression is not None:
-            raise NotText(f"{place}: is {kind} inside {compression}; unpack it first")
-        return Nature(None, "utf-8")
-    return Nature(compression, _encoding(head, place=place, kind=kind, encoding=encoding))
+        inner = _compression(head) or (kind if kind in ("parquet", "arrow") else None)
+        if compression is not None and inner is not None:
+            raise NotText(f"{place}: is {inner} inside {compression}; unpack it first")
+        if inner is not None:
+            return Nature(None, "utf-8")
+        return Nature(compression, _encoding(head, place=place, kind=kind, encoding=encoding))
 
 
 def compression_of(path: str) -> str | None:
@@ -125,6 +124,8 @@ def compression_of(path: str) -> str | None:
     with open(path, "rb") as file:
         found = _compression(file.read(16))
     promised = SUFFIXES.get(PurePath(path).suffix.lower())
+    if found == "zip" and promised != "zip":
+        raise NotText(f"{path}: is a zip archive by another name; unpack it, or name it .zip")
     if promised is not None and found != promised:
         raise NotText(
             f"{path}: is named like {promised} and is {found or 'not compressed'}; rename it or copy it again"

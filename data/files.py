@@ -110,4 +110,4 @@ def _try_lock(descriptor: int, path: Path) -> bool:
 
 def _warn(message: str) -> None:
     """Once for each message."""
-    warnings.warn(message, StorageWarning, stacklevel=4)
+    warnings.warn(message, StorageWarning, stacklevel=2)

@@ -337,8 +337,17 @@ class Loader:
         return self._tokenizer
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, at least one: an empty prompt is taken as an empty line."""
-        return self.tokenizer().encode(prompt or "\n", add_special_tokens=False).ids
+        """Token ids of a prompt: an empty one is taken as an empty line, and one without ids as the end of a text.
+
+        Raises:
+            InputError: the tokenizer has no token for it.
+        """
+        tokenizer, eos_id = self.tokenizer(), self.sources[0].store.manifest.eos_id
+        with edge(f"evaluate.prompt={prompt!r}", what="cannot be encoded", remedy="choose another"):
+            ids: list[int] = tokenizer.encode(prompt or "\n", add_special_tokens=False).ids
+        if not ids and eos_id is not None:
+            return [eos_id]
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""

@@ -154,7 +154,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); make it readable for this user") from None
-    with edge(f"{path}: must be JSON and a manifest of format {FORMAT}", remedy=REMEDY):
+    with edge(path, what=f"must be JSON and a manifest of format {FORMAT}", remedy=REMEDY):
         manifest = _parse(json.loads(content), path)
         known = manifest.dtype in DTYPES
         largest = int(manifest.vocab_size) - 1
@@ -181,9 +181,25 @@ def _parse(raw: Any, path: Path) -> Manifest:
     totals = raw.pop("tokens", None), raw.pop("documents", None)
     shards = tuple(Shard(**shard) for shard in raw.pop("shards"))
     manifest = Manifest(shards=shards, counts=Counts(**raw.pop("counts")), **raw)
+    if not _well_typed(manifest):
+        raise InputError(f"{path}: has numbers where text belongs, or text where numbers belong; {REMEDY}")
     if (manifest.content_hash, (manifest.tokens, manifest.documents)) != (expected, totals):
         raise InputError(f"{path}: content_hash={expected}: does not match the content; {REMEDY}")
     return manifest
+
+
+def _well_typed(manifest: Manifest) -> bool:
+    """Whether the values are of their types: JSON may hold any at any place."""
+    counts, shards = manifest.counts, manifest.shards
+    sizes = [size for shard in shards for size in (shard.tokens, shard.documents, shard.bytes, shard.max_id)]
+    texts = [
+        text for shard in shards for text in (shard.name, shard.tokens_sha256, shard.index_sha256, shard.hashes_sha256)
+    ]
+    optional = [number for number in (manifest.eos_id, manifest.copies) if number is not None]
+    numbers = [manifest.vocab_size, counts.empty, counts.replaced, counts.missing, *sizes, *optional]
+    return all(type(number) is int and number >= 0 for number in numbers) and all(
+        isinstance(text, str) for text in (manifest.tokenizer_sha256, manifest.dtype, *texts)
+    )
 
 
 def canonical(value: Any) -> bytes:

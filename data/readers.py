@@ -145,7 +145,7 @@ def _read_json(piece: Piece, text_field: str) -> Iterator[Document]:
 
 
 def _problem(error: Exception) -> str:
-    return str(error) if isinstance(error, InputError) else reason(error)
+    return str(error) if isinstance(error, InputError) else f"cannot be read ({reason(error)})"
 
 
 def _field(row: Any, name: str) -> Any:
@@ -259,7 +259,7 @@ def row_groups(path: str) -> int:
     """Row groups of a parquet file."""
     import pyarrow.parquet
 
-    with edge(f"{path}: is not a parquet file", remedy="copy it again"):
+    with edge(path, what="is not a parquet file", remedy="copy it again"):
         return int(pyarrow.parquet.ParquetFile(path).num_row_groups)
 
 
@@ -268,7 +268,7 @@ def record_batches(path: str) -> int:
     import pyarrow
 
     with (
-        edge(f"{path}: is not an Arrow stream", remedy="remove it and load the dataset again"),
+        edge(path, what="is not an Arrow stream", remedy="remove it and load the dataset again"),
         pyarrow.memory_map(path) as mapped,
         pyarrow.ipc.open_stream(mapped) as stream,
     ):

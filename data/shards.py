@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from data.edges import edge
 from data.files import write_atomically
 from data.manifest import DTYPES, HASH_DTYPE, INDEX_DTYPE, Counts, Shard, dtype_name
 from data.tokenizer import eos_id_of, load_tokenizer, vocab_size_of
@@ -64,7 +65,10 @@ class Encoder:
     def encode(self, texts: list[str]) -> Iterator[NDArray[np.unsignedinteger]]:
         """Ids of each text, its end-of-text token included; empty where the text has no tokens."""
         ending = [] if self.eos_id is None else [self.eos_id]
-        for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        # A vocabulary of words, without a token for those it lacks, raises at the first of them.
+        with edge("--tokenizer", what="cannot encode a document", remedy="name one that has tokens for any text"):
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for encoding in encodings:
             ids = encoding.ids
             yield np.array(ids + ending if ids else ids, dtype=DTYPES[self.dtype])
 

@@ -205,7 +205,7 @@ def _walk(folder: str, search: _Search) -> None:
             mode = (status := entry.stat()).st_mode
         except OSError as error:
             # A link to nowhere, or to itself.
-            search.leave_out("broken links" if entry.is_symlink() else reason(error), entry.path)
+            search.leave_out("broken links" if entry.is_symlink() else f"unreadable: {reason(error)}", entry.path)
             continue
         if entry.name.startswith("."):
             search.leave_out("hidden folders" if stat.S_ISDIR(mode) else "hidden", entry.path)

@@ -60,6 +60,8 @@ TRAINING_BYTES = 2**25
 """Text that a tokenizer is trained on, from units spread over all sources."""
 UNFINISHED = "unfinished"
 PLAN = "plan.json"
+OWN_TOKENIZER = "own-tokenizer"
+"""Mark of a tokenizer that was put into the folder, and was not there before."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,8 @@ def tokenize(options: Options, out: Path, *, workers: int = 1, console: Console 
     before = out.exists()
     unfinished.mkdir(parents=True, exist_ok=True)
     with _only_writer(unfinished / "lock", out):
+        _begin(plan, tokenizer, out)
         try:
-            _begin(plan, out)
             _provide_tokenizer(options, inputs, tokenizer, out)
             jobs = [
                 Job(out, f"shard-{number:05d}", unit, options.text_field, options.append_eos, options.eos_token)
@@ -181,20 +183,23 @@ def tokenize(options: Options, out: Path, *, workers: int = 1, console: Console 
     return manifest
 
 
-def _begin(plan: dict[str, Any], out: Path) -> None:
+def _begin(plan: dict[str, Any], tokenizer: str | None, out: Path) -> None:
     """Take the folder for this plan; a plan that came to no shard does not keep it.
 
     Raises:
-        InputError: it holds shards of another one.
+        InputError: it holds shards of another one, or a tokenizer that is somebody else's.
     """
-    path = out / UNFINISHED / PLAN
+    path, there = out / UNFINISHED / PLAN, out / TOKENIZER
+    found = {}
     if path.exists():
         with edge(path, remedy=f"remove {out} and begin anew"):
-            found = json.loads(path.read_bytes())
-        if found != plan and not _has_shards(out / UNFINISHED):
-            _vacate(out, before=True)
-        else:
+            found = dict(json.loads(path.read_bytes()))
+        if _has_shards(out / UNFINISHED):
             _check_plan(found, plan, out)
+        elif found != plan:
+            _vacate(out, before=True)
+    if found != plan and there.exists() and (tokenizer is None or there.read_bytes() != tokenizer.encode()):
+        raise InputError(f"{there}: is there already and is another one; move it away, or choose another --out")
     for leftover in [*out.glob(".*.partial"), *(out / UNFINISHED).glob(".*.partial")]:
         remove(leftover)
     write_atomically(path, json.dumps(plan, indent=1).encode())
@@ -215,12 +220,14 @@ def _vacate(out: Path, *, before: bool) -> None:
     Args:
         before: the folder was there before; it stays, even if it is empty.
     """
-    for path in [*(out / UNFINISHED).glob("*.json"), *out.glob("shard-*"), out / TOKENIZER]:
+    unfinished = out / UNFINISHED
+    mine = [out / TOKENIZER, unfinished / OWN_TOKENIZER] if (unfinished / OWN_TOKENIZER).exists() else []
+    for path in [*mine, *unfinished.glob("*.json"), *out.glob("shard-[0-9]*.*")]:
         remove(path)
     if not before:
-        remove(out / UNFINISHED / "lock")
+        remove(unfinished / "lock")
         with suppress(OSError):
-            (out / UNFINISHED).rmdir()
+            unfinished.rmdir()
             out.rmdir()
 
 
@@ -260,14 +267,16 @@ def _check_plan(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
 
 
 def _provide_tokenizer(options: Options, inputs: Inputs, tokenizer: str | None, out: Path) -> None:
-    """Put the tokenizer into the corpus' folder: the given one, or one trained now unless an earlier try did that."""
+    """Put the tokenizer into the corpus' folder, the given one or one trained now, unless an earlier try did that."""
     target = out / TOKENIZER
-    if tokenizer is not None:
-        write_atomically(target, tokenizer.encode())
-    elif not target.exists():
+    if target.exists():
+        return
+    write_atomically(out / UNFINISHED / OWN_TOKENIZER, b"")
+    if tokenizer is None:
         assert options.train_vocab_size is not None
         texts = _training_texts(inputs.units, text_field=options.text_field)
-        write_atomically(target, train_bpe(texts, vocab_size=options.train_vocab_size).encode())
+        tokenizer = train_bpe(texts, vocab_size=options.train_vocab_size)
+    write_atomically(target, tokenizer.encode())
 
 
 def _training_texts(units: Sequence[Unit], *, text_field: str) -> Iterator[str]:
@@ -492,6 +501,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "again, it goes on from the finished shards",
             file=sys.stderr,
         )
+        return 1
+    except MemoryError:
+        print("error: memory is full; run the same command again with fewer --workers to go on", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

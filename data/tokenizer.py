@@ -133,7 +133,7 @@ def _parse(text: str, path: Path) -> Tokenizer:
     Raises:
         InputError: it is no tokenizer.
     """
-    with edge(f"--tokenizer={path}: is not a tokenizer.json", remedy="name one"):
+    with edge(f"--tokenizer={path}", what="is not a tokenizer.json", remedy="name one"):
         return Tokenizer.from_str(text)
 
 

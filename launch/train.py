@@ -225,6 +225,8 @@ def print_heading(config: RunConfig, facts: dict[str, Any], *, begun_at: int) ->
         f"step:  {batch.sequences} sequences of {batch.length} tokens on {facts['ranks']} rank(s), "
         f"{facts['device']}, {facts['precision']}"
     )
+    if facts["data_notes"]:
+        print(f"note:  {facts['data_notes']}")
     if config.routing.force:
         kept = "checkpoints are saved all the same" if config.routing.saves else "no checkpoint is saved"
         print(f"FORCED ROUTING {config.routing.force}: a benchmark; loss and weights are worth nothing, {kept}")

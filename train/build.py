@@ -387,6 +387,7 @@ def describe(config: ModelConfig, loader: Loader) -> dict[str, Any]:
         "unigram_entropy": loader.unigram_entropy(),
         "training_tokens": loader.num_tokens(),
         "bytes_per_token": bytes_per_token(loader),
+        "data_notes": "; ".join(loader.notes()) or None,
     }
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from data.loader import (
@@ -19,7 +21,9 @@ from data.loader import (
 )
 from data.pack import IGNORE_INDEX
 from data.store import TokenStore
+from data.tokenize import tokenize
 from tests.data.corpora import byte_tokenizer, numbered, write_corpus
+from tests.data.test_tokenize import lines, options, word_tokenizer
 
 LENGTHS = [5, 17, 1, 40, 33, 8, 8, 16, 2, 29]
 
@@ -173,6 +177,47 @@ def test_the_prepared_step_is_the_asked_one(tmp_path: Path) -> None:
         assert (tokens_of(found[0]), found[1:]) == (tokens_of(expected[0]), expected[1:])
 
 
+@given(
+    weights=st.lists(st.sampled_from([0, 1, 2, 3, 0.5, 0.25]), min_size=1, max_size=4).filter(any),
+    stop=st.integers(0, 6),
+    ranks=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 5),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_blend_is_the_same_wherever_it_is_resumed_and_on_any_ranks(
+    tmp_path: Path, weights: list[float], stop: int, ranks: int, seed: int
+) -> None:
+    """Weights hold after every sample, whatever the ranks and wherever a run stopped."""
+    straight = make_loader(tmp_path, weights=weights, seed=seed)
+    position, expected, saved = straight.start(), [], {}
+    for step in range(8):
+        saved[step] = json.dumps(position.to_json())
+        batches, position, digest = take(straight, position)
+        expected.append((ids_of(batches), digest))
+    resumed = make_loader(tmp_path, weights=weights, seed=seed)
+    position = DataPosition.from_json(json.loads(saved[stop]))
+    for step in range(stop, 8):
+        parts = [take(resumed, position, rank=rank, ranks=ranks, microbatch=1) for rank in range(ranks)]
+        assert [row for batches, _, _ in parts for row in ids_of(batches)] == expected[step][0]
+        assert {digest for _, _, digest in parts} == {expected[step][1]}
+        position = parts[0][1]
+    drawn = np.array([row[0] for ids, _ in expected for row in ids])
+    for source, weight in enumerate(weights):
+        share = weight / sum(weights)
+        assert np.abs(np.cumsum(drawn == source) - share * np.arange(1, len(drawn) + 1)).max() < 1 + 1e-9
+
+
+def test_a_position_of_an_older_order_is_refused(tmp_path: Path) -> None:
+    """What a checkpoint from before the order had a version says: the samples there are others now."""
+    loader = make_loader(tmp_path)
+    old = DataPosition.from_json({"samples": 8, "tokens": [128]})
+    assert DataPosition.from_json(loader.start().to_json()) == loader.start()
+    with pytest.raises(ValueError, match=r"after 8 samples is of order 1, .* in order 2, .* set another run"):
+        take(loader, old)
+    with pytest.raises(ValueError, match="is of order 1"):
+        loader.check_order(old)
+
+
 @pytest.mark.parametrize(("sequences", "ranks", "microbatch"), [(8, 3, 1), (8, 2, 3), (0, 1, 1), (8, 1, 0)], ids=str)
 def test_batches_that_do_not_divide(tmp_path: Path, sequences: int, ranks: int, microbatch: int) -> None:
     loader = make_loader(tmp_path)
@@ -237,6 +282,32 @@ class TestValidation:
         )
         assert tokens_of(first) == tokens_of(again)
 
+    def test_a_source_that_is_not_drawn_from_is_not_validated_on(self, tmp_path: Path) -> None:
+        loader = make_loader(tmp_path, weights=(1.0, 0.0), lengths=[100] * 8, fraction=0.5)
+        batches = loader.validation_batches(length=16, microbatch=1, max_tokens=64, rank=0, ranks=1)
+        assert {row[0] for row in ids_of(batches)} == {0}
+        assert loader.num_tokens() == 400
+
+    @pytest.mark.parametrize("sources", [1, 2])
+    def test_copies_are_on_one_side_and_told_of(self, tmp_path: Path, sources: int) -> None:
+        """A corpus with every document twice, alone and beside a part of itself."""
+        documents = [[3 * i + 1, 3 * i + 2, 3 * i] for i in range(100)]
+        stores = [write_corpus(tmp_path / "twice", [documents, documents], vocab_size=400)]
+        if sources == 2:
+            stores.append(write_corpus(tmp_path / "part", [documents[:50]], vocab_size=400))
+        opened = open_sources(stores, weights=[1.0] * sources, fraction=0.1, seed=0)
+        trained, held = set(), set()
+        for source in opened:
+            assert source.validation is not None
+            for stream, texts in ((source.training, trained), (source.validation, held)):
+                texts |= {tuple(source.store.document(int(i)).tolist()) for i in stream.epoch(0).documents}
+        assert not trained & held
+        assert len(held) == 10
+        assert len(trained) == 90
+        notes = Loader(opened, seed=0).notes()
+        assert len(notes) == sources
+        assert "twice: 100 of 200 documents are copies of others, on one side of the split" in notes[0]
+
     def test_nothing_held_out(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"data.validation_fraction=0: there is no held-out text"):
             make_loader(tmp_path).validation_batches(length=16, microbatch=2, max_tokens=64, rank=0, ranks=1)
@@ -285,6 +356,17 @@ class TestOpen:
         assert loader.decode(loader.encode_prompt("def f")) == "def f"
         assert loader.decode(loader.encode_prompt("")) == "\n"
         assert loader.unigram_entropy() == pytest.approx(np.log(200), rel=1e-12)
+
+    @pytest.mark.parametrize("prompt", ["", " ", "\n\n"])
+    def test_a_prompt_without_tokens_begins_with_the_end_of_a_text(self, tmp_path: Path, prompt: str) -> None:
+        """A tokenizer that splits at white space has no ids for it, and generation begins with one."""
+        words = word_tokenizer(tmp_path / "t.json", vocab={"a": 0, "<|eos|>": 1})
+        source = lines(tmp_path / "in.jsonl", {"text": "a a"}, {"text": "a"})
+        tokenize(options(source, tokenizer=words), tmp_path / "corpus")
+        config = DataConfig(sources=[SourceConfig(str(tmp_path / "corpus"), 1.0)], validation_fraction=0)
+        loader = open_loader(config, cache=tmp_path, vocab_size=2, seed=0)
+        assert loader.encode_prompt(prompt) == [1]
+        assert loader.encode_prompt("a a") == [0, 0]
 
     def test_sources_with_different_tokenizers(self, tmp_path: Path) -> None:
         write_corpus(tmp_path / "a", [[[1], [2]]])

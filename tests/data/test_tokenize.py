@@ -1,7 +1,9 @@
+import base64
 import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,16 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from data.encoded import REPLACEMENT
 from data.manifest import Counts, Manifest
+from data.readers import Piece, read_piece, record_batches, row_groups
 from data.sources import plan_inputs
 from data.store import TokenStore
 from data.tokenize import Options, main, tokenize
-from data.tokenizer import EOS, eos_id_of, load_tokenizer, train_bpe, vocab_size_of
+from data.tokenizer import EOS, eos_id_of, load_tokenizer, read_tokenizer, train_bpe, vocab_size_of
 from tests.data.corpora import byte_tokenizer
 
 
@@ -184,6 +188,18 @@ class TestTokenizer:
         manifest = tokenize(options(source, tokenizer=plain), tmp_path / "out")
         assert (manifest.dtype, manifest.vocab_size, manifest.shards[0].max_id) == ("uint32", 70001, 70000)
 
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_words_without_a_token(self, tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]) -> None:
+        """The library raises a plain Exception, in whichever process."""
+        made = Tokenizer(models.WordLevel({"a": 0, "<|eos|>": 1}, unk_token="<unk>"))
+        made.save(str(tmp_path / "t.json"))
+        source = lines(tmp_path / "in.jsonl", *({"text": "unknown"} for _ in range(9)))
+        arguments = ["--source", source, "--tokenizer", str(tmp_path / "t.json"), "--out", str(tmp_path / "out")]
+        assert main([*arguments, "--shard-tokens", "8", "--workers", str(workers)]) == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("error: --tokenizer: cannot encode a document (WordLevel error")
+        assert not (tmp_path / "out").exists()
+
     def test_settings_for_other_uses_are_off(self, tmp_path: Path, tokenizer: Path) -> None:
         """Truncation in the file would drop text silently, padding would add tokens."""
         made = Tokenizer.from_file(str(tokenizer))
@@ -216,6 +232,22 @@ class TestTokenizer:
             path.write_text(content)
         with pytest.raises(ValueError, match=r"^--tokenizer=.*t.json: (cannot be read|is not a tokenizer.json)"):
             load_tokenizer(path)
+
+
+TEN = list(map(str, range(10)))
+
+
+def documents_of(table: pa.Table, folder: Path, *, reader: str, field: str) -> list[str | None]:
+    """A table's texts, through one of the two columnar readers."""
+    path = folder / f"in.{reader}"
+    if reader == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=4)
+        piece = Piece("parquet", str(path), 0, row_groups(str(path)), 0)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table, max_chunksize=4)
+        piece = Piece("arrow", str(path), 0, record_batches(str(path)), 0)
+    return [document.text for document in read_piece(piece, text_field=field)]
 
 
 class TestSources:
@@ -294,6 +326,50 @@ class TestSources:
         with pytest.raises(ValueError, match=r"in.parquet: is not a parquet file"):
             tokenize(options(tmp_path / "in.parquet", tokenizer=tokenizer), tmp_path / "out")
 
+    @pytest.mark.parametrize(
+        "column",
+        [
+            pa.array([*TEN, None]).cast(pa.string_view()),
+            pa.array([*TEN, None]).cast(pa.dictionary(pa.int8(), pa.large_string())),
+            pa.array([json.dumps(text) for text in TEN] + [None], pa.json_()),
+            pa.chunked_array([pa.array(TEN[:5]), pa.array([*TEN[5:], None])]),
+        ],
+        ids=["string_view", "dictionary-of-large", "json-extension", "chunks"],
+    )
+    @pytest.mark.parametrize("reader", ["parquet", "arrow"])
+    def test_newer_arrow_types(self, tmp_path: Path, tokenizer: Path, column: pa.Array, reader: str) -> None:
+        table = pa.table({"other": list(range(11)), "text": column})
+        assert documents_of(table, tmp_path, reader=reader, field="text") == [
+            *(json.dumps(text) if isinstance(column.type, pa.JsonType) else text for text in TEN),
+            None,
+        ]
+
+    def test_run_end_encoded_and_null_columns(self, tmp_path: Path) -> None:
+        runs = pa.compute.run_end_encode(pa.array(["a", "a", None, "b"]))
+        table = pa.table({"text": runs, "none": pa.nulls(4)})
+        assert documents_of(table, tmp_path, reader="arrow", field="text") == ["a", "a", None, "b"]
+        assert documents_of(table.select(["none"]), tmp_path, reader="parquet", field="none") == [None] * 4
+
+    @pytest.mark.parametrize("reader", ["parquet", "arrow"])
+    def test_fields_inside_columns(self, tmp_path: Path, reader: str) -> None:
+        inside = pa.array([{"text": "a", "n": 1}, None, {"text": None, "n": 2}, {"text": "b", "n": 3}])
+        table = pa.table({"data": inside, "data.text": ["c", "d", "e", "f"]})
+        alone = table.select(["data"])
+        assert documents_of(alone, tmp_path, reader=reader, field="data.text") == ["a", None, None, "b"]
+        assert documents_of(table, tmp_path, reader=reader, field="data.text") == ["c", "d", "e", "f"]
+        with pytest.raises(ValueError, match=r"has no column data.body but data.text, data.n; choose one"):
+            documents_of(alone, tmp_path, reader=reader, field="data.body")
+        with pytest.raises(ValueError, match=r"column data is struct<.*>, and must be text"):
+            documents_of(table, tmp_path, reader=reader, field="data")
+
+    def test_fields_inside_rows(self, tmp_path: Path, tokenizer: Path) -> None:
+        rows = [{"data": {"text": "a"}}, {"data.text": "b", "data": {"text": "no"}}, {"data": "x"}, {"data": {}}]
+        manifest = tokenize(
+            options(lines(tmp_path / "in.jsonl", *rows), tokenizer=tokenizer, text_field="data.text"), tmp_path / "out"
+        )
+        assert texts_of(tmp_path / "out") == ["a", "b"]
+        assert manifest.counts == Counts(missing=2)
+
     def test_hub_name_through_datasets(self, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A local folder stands for a dataset of the hub: `datasets` loads both, by the same call."""
         import datasets
@@ -340,6 +416,127 @@ def test_lines_fall_into_units_once(tmp_path: Path, tokenizer: Path, shard_token
     source = lines(tmp_path / "in.jsonl", *({"text": text} for text in texts))
     tokenize(options(source, tokenizer=tokenizer, shard_tokens=shard_tokens), tmp_path / "out")
     assert texts_of(tmp_path / "out") == texts
+
+
+class TestGivenTokenizer:
+    """By file, by folder and by name on the hub."""
+
+    def test_folder(self, tmp_path: Path, tokenizer: Path) -> None:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        with pytest.raises(ValueError, match=r"--tokenizer=.*model: has no tokenizer.json or tiktoken.model"):
+            read_tokenizer(str(folder))
+        shutil.copy(tokenizer, folder / "tokenizer.json")
+        assert read_tokenizer(str(folder)) == tokenizer.read_text()
+
+    @pytest.mark.parametrize("name", ["gpt2", "owner/name", "hub:owner/name.json"])
+    @pytest.mark.parametrize("file", ["tokenizer.json", "tiktoken.model"])
+    def test_hub(self, tmp_path: Path, tokenizer: Path, name: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The hub's two calls are stood in for: what is asked of them, and what is made of their answer."""
+        content = tokenizer.read_text() if file == "tokenizer.json" else RANKS
+        asked = []
+
+        def download(repo: str, wanted: str) -> str:
+            asked.append((repo, wanted))
+            path = tmp_path / wanted
+            path.write_text(content if wanted == file else '{"added_tokens_decoder": {"258": {"content": "[EOS]"}}}')
+            return str(path)
+
+        monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repo: ["a", file, "tokenizer_config.json"])
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+        made = Tokenizer.from_str(read_tokenizer(name))
+        assert {repo for repo, _ in asked} == {name.removeprefix("hub:")}
+        if file == "tiktoken.model":
+            assert made.token_to_id("[EOS]") == 258
+            assert made.encode("ab").ids == [256]
+        else:
+            assert made.to_str() == Tokenizer.from_file(str(tokenizer)).to_str()
+
+    @pytest.mark.parametrize("error", [OSError("no network"), RuntimeError("401\nmore"), KeyError("x")], ids=str)
+    def test_hub_that_fails(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(repo: str) -> list[str]:
+            raise error
+
+        monkeypatch.setattr("huggingface_hub.list_repo_files", fail)
+        with pytest.raises(ValueError, match=r"^--tokenizer=owner/name: cannot be read \(.*\); name a .*network$"):
+            read_tokenizer("owner/name")
+        monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repo: ["model.safetensors"])
+        with pytest.raises(ValueError, match=r"--tokenizer=owner/name: has no tokenizer.json or tiktoken.model on the"):
+            read_tokenizer("owner/name")
+
+    @pytest.mark.parametrize(
+        ("name", "content", "problem"),
+        [
+            ("t.json", b"\xff\xfe{\0}\0", "is binary or compressed and must be a tokenizer.json"),
+            ("t.model", b"\n\x0e\n\x05<unk>\x15\xff\x00", "seems to be a SentencePiece model"),
+            ("t.json", b'{"version": "1.0"', "is not a tokenizer.json"),
+        ],
+        ids=["utf-16", "sentencepiece", "cut"],
+    )
+    def test_other_files(self, tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^--tokenizer=.*{name}: {problem}.*$"):
+            read_tokenizer(str(tmp_path / name))
+
+    def test_byte_order_mark(self, tmp_path: Path, tokenizer: Path) -> None:
+        marked = tmp_path / "t.json"
+        marked.write_bytes(b"\xef\xbb\xbf" + tokenizer.read_bytes())
+        source = lines(tmp_path / "in.jsonl", {"text": "a"})
+        tokenize(options(source, tokenizer=marked), tmp_path / "out")
+        assert (tmp_path / "out/tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+
+RANKS = "".join(
+    f"{base64.b64encode(token).decode()} {rank}\n"
+    for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), b"ab", b"abc"])
+)
+
+
+class TestNothingWritten:
+    """A try that came to no shard does not keep its folder from the next one."""
+
+    @pytest.mark.parametrize("existed", [False, True], ids=["new-folder", "folder-of-the-user"])
+    @pytest.mark.parametrize("row", [{"text": " "}, b"bad"], ids=["empty", "malformed"])
+    def test_another_command_may_follow(self, tmp_path: Path, tokenizer: Path, row: object, existed: bool) -> None:
+        out = tmp_path / "out"
+        if existed:
+            out.mkdir()
+            (out / "notes.txt").write_text("mine")
+        with pytest.raises(ValueError, match=r"in.jsonl"):
+            tokenize(options(lines(tmp_path / "in.jsonl", row), tokenizer=tokenizer), out)
+        assert out.exists() == existed
+        tokenize(options(lines(tmp_path / "in.jsonl", {"text": "good"}), tokenizer=tokenizer, append_eos=False), out)
+        assert texts_of(out) == ["good"]
+        assert (out / "notes.txt").exists() == existed
+
+    def test_files_of_the_user_are_left_alone(self, tmp_path: Path, tokenizer: Path) -> None:
+        """In a folder that holds the given tokenizer itself, and files with names like ours."""
+        out = tokenizer.parent
+        given_file = shutil.copy(tokenizer, out / "tokenizer.json")
+        (out / "shard-list.txt").write_text("mine")
+        bad = lines(tmp_path / "in.jsonl", b"bad")
+        with pytest.raises(ValueError, match=r"in.jsonl:1"):
+            tokenize(options(bad, tokenizer=given_file), out)
+        assert sorted(path.name for path in out.iterdir()) == [
+            "bytes.json",
+            "shard-list.txt",
+            "tokenizer.json",
+            "unfinished",
+        ]
+        with pytest.raises(ValueError, match=r"tokenizer.json: is there already and is another one; move it away"):
+            tokenize(Options(sources=(bad,), train_vocab_size=300), out)
+
+    def test_also_after_a_kill(self, tmp_path: Path, tokenizer: Path) -> None:
+        """What cleans up did not run: the plan, a record without a document and a trained tokenizer are left."""
+        out = tmp_path / "out"
+        (out / "unfinished").mkdir(parents=True)
+        (out / "unfinished/plan.json").write_text('{"format": 1, "tokenizer": "train 300"}')
+        record = {"shard": None, "counts": {"empty": 1, "replaced": 0, "missing": 0}}
+        (out / "unfinished/shard-00000.json").write_text(json.dumps(record))
+        (out / "unfinished/own-tokenizer").touch()
+        (out / "tokenizer.json").write_text("{}")
+        tokenize(options(lines(tmp_path / "in.jsonl", {"text": "good"}), tokenizer=tokenizer), out)
+        assert texts_of(out) == ["good"]
 
 
 class TestResume:
