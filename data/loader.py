@@ -28,6 +28,7 @@ from torch import Tensor
 from data.blend import Blend, weight_error
 from data.corpus import prepare_default_corpus
 from data.pack import IGNORE_INDEX, TokenStream, pack
+from data.paths import address_error
 from data.shuffle import make_key
 from data.store import VERIFY, TokenStore, split_documents, unigram_entropy
 from data.tokenizer import MIN_VOCAB_SIZE
@@ -75,6 +76,8 @@ class DataConfig:
         for index, source in enumerate(self.sources):
             if not source.path:
                 found.append(f"data.sources[{index}].path: is empty; name a folder made by python -m data.tokenize")
+            if (problem := address_error(f"data.sources[{index}].path", source.path)) is not None:
+                found.append(problem)
             if (problem := weight_error(source.weight)) is not None:
                 found.append(f"data.sources[{index}].{problem}")
         if self.vocab_size < MIN_VOCAB_SIZE:

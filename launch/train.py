@@ -32,14 +32,17 @@ from train.checkpoint import CheckpointError
 from train.config import RunConfig
 from train.loop import TrainingFailed, train
 from train.progress import ProgressDisplay
+from train.proof.shrink import ranks_of
 from train.report import write_report
 from train.resuming import check_folder
 from train.run_folder import RunLock, explained, write_config, write_facts
 
-USAGE = """usage: [torchrun --nproc-per-node=N] -m launch.train [--cfg] [KEY=VALUE ...]
+USAGE = """usage: [torchrun --nproc-per-node=N] -m launch.train [OPTIONS] [KEY=VALUE ...]
 
-KEY=VALUE   override a config key or choose a group: train.steps=50, model=kimi_k3_small
---cfg       print the effective config and exit
+KEY=VALUE            override a config key or choose a group: train.steps=50, model=kimi_k3_small
+--cfg                print the effective config, check it, and exit
+--config-dir FOLDER  more choices: FOLDER/experiment/NAME.yaml for experiment=NAME, FOLDER/model/NAME.yaml
+--config FILE        start from a whole configuration, such as a run's own config.yaml
 """
 
 INTERRUPTED = 130
@@ -56,8 +59,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = compose_config([argument for argument in arguments if argument != "--cfg"])
         if "--cfg" in arguments:
-            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
-            return 0
+            return show(config, world_size=world_size, rank=rank)
         check(config, world_size=world_size, rank=rank)
         return run(config, world_size=world_size, rank=rank)
     except (ConfigError, ValueError) as error:
@@ -74,6 +76,14 @@ def main(arguments: list[str]) -> int:
         if rank == 0:
             print("interrupted: the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
         return INTERRUPTED
+
+
+def show(config: RunConfig, *, world_size: int, rank: int) -> int:
+    """Print the configuration, and what is wrong with it on these ranks, or of one alone on those that it asks for."""
+    if rank == 0:
+        print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+    problems = validate(config, world_size=world_size if world_size > 1 else ranks_of(config.parallel))
+    return complain(ConfigError("\n".join(problems)), rank=rank, status=2) if problems else 0
 
 
 def check(config: RunConfig, *, world_size: int, rank: int) -> None:
@@ -232,7 +242,7 @@ def print_heading(config: RunConfig, facts: dict[str, Any], *, begun_at: int) ->
     if last > config.schedule.total_tokens:
         print(
             f"note:  the learning rate reaches its minimum at {config.schedule.total_tokens:,} of {last:,} tokens; "
-            "schedule.total_tokens moves that point"
+            "schedule.total_tokens moves that point, where no step done would have had another rate"
         )
 
 

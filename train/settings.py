@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from data.paths import address_error
+
 PRECISIONS = ("bf16", "fp32", "fp64")
 
 
@@ -29,6 +31,12 @@ class RunSettings:
             value = getattr(self, name)
             if not value.strip():
                 found.append(f"run.{name}={value!r}: must not be empty; name one, such as run.{name}={example}")
+            elif name != "name" and (problem := address_error(f"run.{name}", value)) is not None:
+                found.append(problem)
+        if not -(2**63) <= self.seed < 2**64:
+            found.append(
+                f"run.seed={self.seed}: must lie in -2^63..2^64-1, what a generator takes; choose a smaller one"
+            )
         if not self.timeout > 0:
             found.append(f"run.timeout={self.timeout}: must be above 0 seconds; 600 leaves room for slow storage")
         return found

@@ -1,4 +1,4 @@
-"""Whether a run folder can be gone on with, from its files alone; and whole runs that go on otherwise than they began."""
+"""Whether a run folder can be gone on with, from its files alone; and a run that goes on otherwise than it began."""
 
 from dataclasses import asdict
 from pathlib import Path
