@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from configs.compose import ConfigError, compose_config
 from configs.schema import validate
 from parallel.mesh import build_mesh
+from train.agreement import check_ranks
 from train.allocator import keep_freed_memory
 from train.build import build_run
 from train.checkpoint import CheckpointError
@@ -111,6 +112,7 @@ def run(config: RunConfig, *, world_size: int, rank: int) -> int:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout))
     try:
+        check_ranks(config)
         status = train_on(config, device=device, rank=rank)
         if dist.is_initialized():
             # Without it a rank may tear down its connections while another still uses them.
