@@ -240,6 +240,8 @@ def print_heading(config: RunConfig, facts: dict[str, Any], *, begun_at: int) ->
         print(f"already done: {begun_at} of train.steps={config.train.steps} steps; raise train.steps to go on")
     elif begun_at:
         print(f"resumed after step {begun_at}")
+    else:
+        print(f"new run in {config.run.dir}")
     last = batch.tokens * config.train.steps
     if last > config.schedule.total_tokens:
         print(

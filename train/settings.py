@@ -37,8 +37,8 @@ class RunSettings:
             found.append(
                 f"run.seed={self.seed}: must lie in -2^63..2^64-1, what a generator takes; choose a smaller one"
             )
-        if not self.timeout > 0:
-            found.append(f"run.timeout={self.timeout}: must be above 0 seconds; 600 leaves room for slow storage")
+        if not 0 < self.timeout <= 1e9:
+            found.append(f"run.timeout={self.timeout}: must lie above 0 and be at most 1e9 s; 600 suits slow storage")
         return found
 
 
