@@ -1,7 +1,9 @@
 """Compose a RunConfig from run.yaml, groups, an experiment and the command line; strict throughout."""
 
+import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -9,45 +11,95 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.overrides import override_error, unknown_key, wrong_value
+from configs.files import GIVEN, register_folder, register_given
+from configs.overrides import GROUPS, keep_text, override_error, unknown_key, wrong_value
 from configs.schema import register
+from data.edges import place_error
 from train.config import RunConfig, flatten
+
+OPTIONS = {"--config-dir": "FOLDER", "--config": "FILE"}
 
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message is one line per problem."""
 
 
-def compose_config(overrides: Sequence[str]) -> RunConfig:
-    """The effective configuration.
+def compose_config(arguments: Sequence[str]) -> RunConfig:
+    """The effective configuration, its paths absolute.
 
     Args:
-        overrides: as on the command line: ``experiment=demo``, ``model=kimi_k3``, ``optim.lr=1e-3``.
+        arguments: as on the command line: overrides (``experiment=demo``, ``model=kimi_k3``, ``optim.lr=1e-3``),
+            ``--config-dir FOLDER`` for choices of the user's own, ``--config FILE`` for a whole configuration to start
+            from; see `configs.files`.
 
     Raises:
-        ConfigError: an unknown key or group option, a wrong type, or a malformed override; one line that names
-            the nearest known key.
+        ConfigError: a file that cannot be used, an unknown key or group option, a wrong type, or a malformed override;
+            one line that names the nearest known key.
     """
-    overrides = [quote_rule(override) for override in overrides]
-    for override in overrides:
-        if (problem := override_error(override)) is not None:
-            raise ConfigError(problem.replace("\n", r"\n"))
+    options, overrides = split_options(arguments)
+    overrides = [keep_text(override) for override in overrides]
     register()
+    try:
+        groups = register_folder(options["--config-dir"], GROUPS) if "--config-dir" in options else GROUPS
+        if "--config" in options:
+            register_given(options["--config"])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    for override in overrides:
+        problem = override_error(override, groups={} if "--config" in options else groups)
+        if problem is not None:
+            raise ConfigError(problem.replace("\n", r"\n"))
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("configs", version_base="1.3"):
-            composed = compose("run", overrides=overrides)
+            composed = compose(GIVEN if "--config" in options else "run", overrides=overrides)
         refuse_unknown(flatten(OmegaConf.to_container(composed)))
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, RunConfig)
+    return resolve_paths(config)
+
+
+def split_options(arguments: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
+    """The options with their paths, and the overrides.
+
+    Raises:
+        ConfigError: an option without its path, or given twice.
+    """
+    options: dict[str, Path] = {}
+    overrides, left = [], list(arguments)
+    while left:
+        argument = left.pop(0)
+        name, equals, value = argument.partition("=")
+        if name not in OPTIONS:
+            overrides.append(argument)
+            continue
+        value = value if equals else (left.pop(0) if left else "")
+        if not value:
+            raise ConfigError(f"{name}: names nothing; write {name} {OPTIONS[name]}")
+        if name in options:
+            raise ConfigError(f"{name}={value}: is given twice; give one")
+        if (problem := place_error(name, value)) is not None:
+            raise ConfigError(problem)
+        options[name] = Path(value).expanduser().absolute()
+    return options, overrides
+
+
+def resolve_paths(config: RunConfig) -> RunConfig:
+    """The same configuration with every path absolute, so that it means the same from any folder."""
+    config.run.dir, config.run.cache = absolute(config.run.dir), absolute(config.run.cache)
+    for source in config.data.sources:
+        source.path = absolute(source.path)
+    kind, colon, path = config.routing.force.partition("trace:")
+    if not kind and colon:
+        config.routing.force = f"trace:{absolute(path)}"
     return config
 
 
-def quote_rule(override: str) -> str:
-    """``routing.force=zipf(1.2)`` as Hydra must read it, or it would look for a function of its own of that name."""
-    return re.sub(r"^(routing\.force=)([a-z_]+\([^'\"]*\))$", r"\1'\2'", override)
+def absolute(path: str) -> str:
+    """``path`` from the root, ``~`` expanded; as it is where it is empty or an address, which are refused as such."""
+    return path if not path.strip() or place_error("", path) else os.path.abspath(os.path.expanduser(path))
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
@@ -71,7 +123,9 @@ def explain(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     text = "\n".join(messages)
     # Hydra wraps OmegaConf's message, which says what is wrong, in one that only names the override.
-    telling = [m.strip() for m in messages if m.strip() and not m.startswith(("Error merging", "Error parsing"))]
+    telling = [
+        m.strip() for m in messages if m.strip() and not m.startswith(("Error merging", "Error parsing", "In '"))
+    ]
     detail = (telling or messages)[0].splitlines()[0]
     full_key = re.search(r"full_key: (\S+)", text)
     unknown = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' (?:is )?not in", text)

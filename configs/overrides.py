@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,45 @@ GROUPS = {
     if any(folder.glob("*.yaml"))
 }
 """Choices of every config group: a folder, and a file for each choice."""
-CONVERTED = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "string": "text"}
+CONVERTED = {
+    "Integer": "a whole number",
+    "Float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "str": "text",
+}
 """OmegaConf's names of types, in words."""
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list in brackets"}
 
+TEXT_KEYS = {name for name, value in flatten(RunConfig()).items() if isinstance(value, str)} | {"data.sources[].path"}
+"""Keys whose values are text, whatever they look like."""
 
-def override_error(override: str) -> str | None:
-    """What is wrong with ``override`` by itself, one line; None leaves the rest to Hydra and the schema."""
+UNDERSCORED = re.compile(r"[-+]?[\d.]*\d_[\d_.]*(e[-+]?\d+)?", re.IGNORECASE)
+
+
+def keep_text(override: str) -> str:
+    """The override with quotes where Hydra would take a text key's value for something else than the text it is.
+
+    ``run.name=1_0`` would become "10", ``true`` "True", and ``routing.force=zipf(1.2)`` a function of Hydra's own.
+    """
+    name, _, text = override.partition("=")
+    key, text = name.lstrip("+"), text.strip()
+    if key == "data.sources" and text.startswith("["):
+        return re.sub(r"""(\bpath\s*:\s*)(?!null\b)([\w./+~-]+)(?=\s*[,}])""", r'\1"\2"', override, flags=re.ASCII)
+    if key not in TEXT_KEYS:
+        return override
+    # One word, which Hydra may take for a number or true; a rule; a folder of the user's. Not null, which is no text.
+    rule = r"[a-z_]+\([^'\"]*\)" if key == "routing.force" else r"~[\w./-]*"
+    plain = re.fullmatch(rf"(?!null$)[\w.+-]+|{rule}", text, re.ASCII | re.IGNORECASE)
+    return f'{name}="{text}"' if plain else override
+
+
+def override_error(override: str, *, groups: Mapping[str, Sequence[str]]) -> str | None:
+    """What is wrong with ``override`` by itself, one line; None leaves the rest to Hydra and the schema.
+
+    Args:
+        groups: choices of every group; empty where a whole configuration is given instead.
+    """
     if override.startswith("-"):
         return f"{override}: unknown option; --help lists them, and keys are set as KEY=VALUE"
     if override.startswith("~"):
@@ -49,14 +82,19 @@ def override_error(override: str) -> str | None:
     if parsed.is_sweep_override():
         return _several(name, text)
     value = parsed.value()
-    if parsed.is_add() and not parsed.is_force_add() and name in _names():
+    if parsed.is_add() and not parsed.is_force_add() and name in key_names():
         return f"{override}: {name} is there already and can only be changed; write {name}={text}"
+    if name in GROUPS and not groups:
+        return f"{name}={text}: --config gives the whole configuration, groups included; set the keys themselves"
     if name in GROUPS:
-        choices = GROUPS[name]
+        choices = groups[name]
         return None if value in choices else f"{name}={text}: unknown choice; available: {', '.join(choices)}"
     inside = next((key for key in flatten(RunConfig()) if key.startswith(f"{name}.")), None)
     if inside is not None and not isinstance(value, dict):
         return f"{name}={text}: is a section and has no value of its own; set the keys in it, such as {inside}"
+    if name in key_names() - TEXT_KEYS and (number := UNDERSCORED.search(re.sub(r"""(["']).*?\1""", "", text))):
+        plain = text.replace(number[0], number[0].replace("_", ""))
+        return f"{name}={text}: a number has no underscores; write {name}={plain}"
     return _sources_error(value, text) if name == "data.sources" else None
 
 
@@ -72,13 +110,13 @@ def _nearest(name: str) -> str | None:
     for key in flatten(RunConfig()):
         if key.rpartition(".")[2] == leaf:
             return key  # in another section
-    beside = {known.rpartition(".")[2]: known for known in _names() if known.rpartition(".")[0] == section}
+    beside = {known.rpartition(".")[2]: known for known in key_names() if known.rpartition(".")[0] == section}
     initials = "".join(word[:1] for word in leaf.split("_"))
     if initials in beside:
         return beside[initials]  # learning_rate for lr
     if near := difflib.get_close_matches(leaf, beside, n=1):
         return beside[near[0]]
-    return next(iter(difflib.get_close_matches(name, _names(), n=1, cutoff=0.8)), None)
+    return next(iter(difflib.get_close_matches(name, key_names(), n=1, cutoff=0.8)), None)
 
 
 def wrong_value(name: str, text: str, message: str) -> str:
@@ -91,7 +129,7 @@ def wrong_value(name: str, text: str, message: str) -> str:
     """
     key = re.sub(r"\[\d+\]$", "", name)
     default = flatten(RunConfig()).get(key)
-    found = re.search(r"converted to (Integer|Float)|not a valid (bool)|to (string)", message)
+    found = re.search(r"converted to (Integer|Float)|not a valid (bool)|to (string)|field of type '(str)'", message)
     kind = CONVERTED[found[found.lastindex or 0]] if found else KINDS.get(type(default))
     if kind is None:
         return f"{name}={text}: {message}"
@@ -102,7 +140,7 @@ def wrong_value(name: str, text: str, message: str) -> str:
     return f"{name}={text}: must be {kind}{example}"
 
 
-def _names() -> set[str]:
+def key_names() -> set[str]:
     """All keys, sections and groups."""
     keys = flatten(RunConfig()).keys()
     return {*keys, *GROUPS, *(key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1))}

@@ -15,6 +15,9 @@ from parallel.pipeline.layout import layout_errors
 from parallel.tensor import cut_errors
 from train.config import RunConfig
 
+LARGEST = 2**63 - 1
+"""Of whole numbers: what tensors, files and process groups count with."""
+
 
 def register() -> None:
     """Make the schema known to Hydra as ``schema``, the first entry of run.yaml's defaults."""
@@ -30,10 +33,14 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
     sizes = {"parallel": (world_size,), "batch": (config.parallel.resolved_dp(world_size),)}
     found = [problem for name, section in config.sections().items() for problem in section.errors(*sizes.get(name, ()))]
     found += _routing_errors(config)
-    infinite = {name: value for name, value in _floats(dataclasses.asdict(config)) if not math.isfinite(value)}
+    unfit = {}
+    for name, value in _numbers(dataclasses.asdict(config)):
+        if isinstance(value, float) and not math.isfinite(value):
+            unfit[name] = f"{name}={value}: must be a finite number; give one"
+        elif isinstance(value, int) and value > LARGEST and name != "run.seed":
+            unfit[name] = f"{name}={value}: must be at most {LARGEST}, 2^63-1; give a smaller one"
     # Said once: a field's own rule may refuse it as well.
-    found = [problem for problem in found if problem.split("=")[0] not in infinite]
-    found += [f"{name}={value}: must be a finite number; give one" for name, value in infinite.items()]
+    found = [*(problem for problem in found if problem.split("=")[0] not in unfit), *unfit.values()]
     if config.evaluate.every > 0 and config.data.validation_fraction == 0:
         found.append(
             f"evaluate.every={config.evaluate.every}: contradicts data.validation_fraction=0, which holds out no text "
@@ -60,16 +67,16 @@ def validate(config: RunConfig, *, world_size: int) -> list[str]:
     return found
 
 
-def _floats(tree: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """(dotted name, value) of every float in nested dicts and lists."""
-    if isinstance(tree, float):
+def _numbers(tree: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
+    """(dotted name, value) of every number in nested dicts and lists."""
+    if isinstance(tree, int | float) and not isinstance(tree, bool):
         yield name, tree
     elif isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _floats(value, f"{name}.{key}" if name else key)
+            yield from _numbers(value, f"{name}.{key}" if name else key)
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
-            yield from _floats(value, f"{name}[{index}]")
+            yield from _numbers(value, f"{name}[{index}]")
 
 
 def _grouped_product_errors(config: RunConfig) -> list[str]:

@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from configs.compose import ConfigError, compose_config
 from configs.schema import validate
 from parallel.mesh import build_mesh
+from train.agreement import check_ranks
 from train.allocator import keep_freed_memory
 from train.build import build_run
 from train.checkpoint import CheckpointError
@@ -33,14 +34,17 @@ from train.config import RunConfig
 from train.loop import TrainingFailed, train
 from train.precision import resolve_precision
 from train.progress import ProgressDisplay
+from train.proof.shrink import ranks_of
 from train.report import write_report
 from train.resuming import check_folder
 from train.run_folder import RunLock, explained, write_config, write_facts
 
-USAGE = """usage: [torchrun --nproc-per-node=N] -m launch.train [--cfg] [KEY=VALUE ...]
+USAGE = """usage: [torchrun --nproc-per-node=N] -m launch.train [OPTIONS] [KEY=VALUE ...]
 
-KEY=VALUE   override a config key or choose a group: train.steps=50, model=kimi_k3_small
---cfg       print the effective config and exit
+KEY=VALUE            override a config key or choose a group: train.steps=50, model=kimi_k3_small
+--cfg                print the effective config, check it, and exit
+--config-dir FOLDER  more choices: FOLDER/experiment/NAME.yaml for experiment=NAME, FOLDER/model/NAME.yaml
+--config FILE        start from a whole configuration, such as a run's own config.yaml
 """
 
 INTERRUPTED = 130
@@ -58,8 +62,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = compose_config([argument for argument in arguments if argument != "--cfg"])
         if "--cfg" in arguments:
-            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
-            return 0
+            return show(config, world_size=world_size, rank=rank)
         # Before anything reads it: so the run folder holds what the run computes in, whatever machine resumes it.
         config.train.precision = resolve_precision(config.train.precision, choose_device(local_rank))
         check(config, world_size=world_size, rank=rank)
@@ -78,6 +81,14 @@ def main(arguments: list[str]) -> int:
         if rank == 0:
             print("interrupted: the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
         return INTERRUPTED
+
+
+def show(config: RunConfig, *, world_size: int, rank: int) -> int:
+    """Print the configuration, and what is wrong with it on these ranks, or of one alone on those that it asks for."""
+    if rank == 0:
+        print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+    problems = validate(config, world_size=world_size if world_size > 1 else ranks_of(config.parallel))
+    return complain(ConfigError("\n".join(problems)), rank=rank, status=2) if problems else 0
 
 
 def check(config: RunConfig, *, world_size: int, rank: int) -> None:
@@ -105,6 +116,7 @@ def run(config: RunConfig, *, world_size: int, rank: int, local_rank: int) -> in
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout))
     try:
+        check_ranks(config)
         status = train_on(config, device=device, rank=rank)
         if dist.is_initialized():
             # Without it a rank may tear down its connections while another still uses them.
@@ -234,11 +246,13 @@ def print_heading(config: RunConfig, facts: dict[str, Any], *, begun_at: int) ->
         print(f"already done: {begun_at} of train.steps={config.train.steps} steps; raise train.steps to go on")
     elif begun_at:
         print(f"resumed after step {begun_at}")
+    else:
+        print(f"new run in {config.run.dir}")
     last = batch.tokens * config.train.steps
     if last > config.schedule.total_tokens:
         print(
             f"note:  the learning rate reaches its minimum at {config.schedule.total_tokens:,} of {last:,} tokens; "
-            "schedule.total_tokens moves that point"
+            "schedule.total_tokens moves that point, where no step done would have had another rate"
         )
 
 

@@ -176,8 +176,10 @@ class ModelConfig:
             return [str(error)]
         for name, value in _positive_fields(self):
             require(value >= 1, f"model.{name}={value}: must be at least 1")
-        require(self.norm_eps > 0, f"model.norm_eps={self.norm_eps}: must be above 0")
-        require(self.init_std > 0, f"model.init_std={self.init_std}: must be above 0")
+        for name in ("norm_eps", "latent_norm_eps", "init_std", "situ_beta", "situ_linear_beta"):
+            require(getattr(self, name) > 0, f"model.{name}={getattr(self, name)}: must be above 0")
+        require(self.mla.rope_theta > 0, f"model.mla.rope_theta={self.mla.rope_theta}: must be above 0")
+        require(self.moe.sign_step >= 0, f"model.moe.sign_step={self.moe.sign_step}: must be at least 0")
         require(
             self.activation in ACTIVATIONS,
             f"model.activation={self.activation}: must be one of {', '.join(ACTIVATIONS)}",

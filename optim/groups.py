@@ -84,6 +84,8 @@ class OptimConfig:
             for name in ("weight_decay", "clip_norm", "qk_clip")
             if not getattr(self, name) >= 0
         ]
+        if self.bucket_mb > 2**20:
+            found.append(f"optim.bucket_mb={self.bucket_mb}: must be at most {2**20}, 1 TiB; 32 is usual")
         if not 0 <= self.momentum < 1:
             found.append(f"optim.momentum={self.momentum}: must lie in [0, 1)")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -29,6 +29,7 @@ from parallel.pipeline.stage import held_layers, parameter_stages, tied_to
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice, axis_of, parameter_specs
 from parallel.tensor import cut_errors
+from train.agreement import check_equal
 from train.checkpoint import CheckpointStore
 from train.config import RunConfig
 from train.forced_routing import ForcedRouting, RoutingSettings, parse_rule
@@ -264,6 +265,8 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
     """
     folder, world, seed = Path(config.run.dir), mesh.world, config.run.seed
     loader = open_loader(config.data, cache=Path(config.run.cache), vocab_size=config.model.vocab_size, seed=seed)
+    data = {"data.sources": data_identity(loader), "their shares": data_shares(loader)}
+    check_equal(data, remedy="give every rank the same data in the same order")
     rule = parse_rule(config.routing.force)
     forced = None if rule is None else ForcedRouting(rule, seed=seed, axis=mesh.replicas)
     rig = build_rig(config, mesh=mesh, device=device, observers=() if forced is None else (forced.install,))

@@ -104,10 +104,12 @@ class ScheduleConfig:
                 f"schedule.warmup_tokens={self.warmup_tokens}: must lie in 0..{self.total_tokens - 1}, below "
                 f"schedule.total_tokens={self.total_tokens}"
             )
+        if self.decay_tokens < 0:
+            found.append(f"schedule.decay_tokens={self.decay_tokens}: must be at least 0; only wsd uses it")
         if not 0 <= self.minimum <= 1:
             found.append(f"schedule.minimum={self.minimum}: a factor of the peak, must lie in 0..1")
         room = self.total_tokens - self.warmup_tokens
-        if self.kind == "wsd" and not 1 <= self.decay_tokens <= room:
+        if self.kind == "wsd" and self.decay_tokens >= 0 and not 1 <= self.decay_tokens <= room:
             found.append(f"schedule.decay_tokens={self.decay_tokens}: must lie in 1..{room}, the tokens after warm-up")
         return found
 

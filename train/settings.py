@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from data.edges import place_error
+
 PRECISIONS = ("auto", "bf16", "fp32", "fp64")
 
 
@@ -29,8 +31,14 @@ class RunSettings:
             value = getattr(self, name)
             if not value.strip():
                 found.append(f"run.{name}={value!r}: must not be empty; name one, such as run.{name}={example}")
-        if not self.timeout > 0:
-            found.append(f"run.timeout={self.timeout}: must be above 0 seconds; 600 leaves room for slow storage")
+            elif name != "name" and (problem := place_error(f"run.{name}", value)) is not None:
+                found.append(problem)
+        if not -(2**63) <= self.seed < 2**64:
+            found.append(
+                f"run.seed={self.seed}: must lie in -2^63..2^64-1, what a generator takes; choose a smaller one"
+            )
+        if not 0 < self.timeout <= 1e9:
+            found.append(f"run.timeout={self.timeout}: must lie above 0 and be at most 1e9 s; 600 suits slow storage")
         return found
 
 

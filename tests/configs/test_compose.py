@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from configs.compose import ConfigError, compose_config
+from configs.overrides import TEXT_KEYS
 from configs.schema import validate
 from model.hf_map import config_from_hf, config_to_hf
 from model.kimi import build_on_meta
@@ -108,7 +109,8 @@ def test_every_model_survives_the_hugging_face_config_and_back(model: str) -> No
         ("train={stesp: 3}", "train.stesp: unknown key; did you mean train.steps?"),
         ("train.steps=", "train.steps=: must be a whole number"),
         ("optim.lr", "optim.lr: is not KEY=VALUE; give it a value"),
-        ("--config", "--config: unknown option; --help lists them"),
+        ("--config", "--config: names nothing; write --config FILE"),
+        ("--confg", "--confg: unknown option; --help lists them"),
     ],
 )
 def test_a_wrong_override_is_one_line_that_names_it(override: str, message: str) -> None:
@@ -202,3 +204,53 @@ def test_numbers_in_lists_must_be_finite() -> None:
 
 def test_a_group_chosen_on_the_command_line_wins_over_the_experiment() -> None:
     assert compose_config(["experiment=demo", "model=kimi_k2_small"]).model.mla.rotary
+
+
+TEXTS = ["1_0", "1e-3", "1.50", "1e5", ".5", "true", "False", "none", "nan", "007", "0x10", "2024_11", "-1", "+3", "1."]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_that_looks_like_something_else_stays_as_it_is(text: str) -> None:
+    keys = sorted(TEXT_KEYS - {"data.sources[].path"})
+    found = flatten(compose_config([f"{key}={text}" for key in keys] + [f"data.sources=[{{path: {text}, weight: 2}}]"]))
+    here = str(Path(text).absolute())
+    assert {key: found[key] for key in keys} == {key: here if key in ("run.dir", "run.cache") else text for key in keys}
+    assert found["data.sources"] == [{"path": here, "weight": 2.0}]
+
+
+def test_paths_are_absolute_wherever_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    config = compose_config(
+        ["run.dir=~/mine", "data.sources=[{path: ../x}, {path: ~/y}]", "routing.force='trace:t.npz'", "run.name=a"]
+    )
+    assert (config.run.dir, config.run.cache) == ("/home/me/mine", f"{tmp_path}/runs/cache")
+    assert [source.path for source in config.data.sources] == [str(tmp_path.parent / "x"), "/home/me/y"]
+    assert config.routing.force == f"trace:{tmp_path}/t.npz"
+    assert compose_config(["run.name=a"]).run.dir == f"{tmp_path}/runs/a"
+
+
+@pytest.mark.parametrize(
+    "address", ["s3://bucket/x", "gs://b", "hdfs:///x", "s3:/bucket", "https://host/x", "file:///x"]
+)
+def test_addresses_are_no_folders(address: str) -> None:
+    config = compose_config([f"run.dir='{address}'", f"run.cache='{address}'", f"data.sources=[{{path: '{address}'}}]"])
+    problems = validate(config, world_size=2)
+    assert sorted(problem.split(":")[0].split("=")[0] for problem in problems) == [
+        "data.sources[0].path",
+        "run.cache",
+        "run.dir",
+    ]
+    assert all(f"={address}: must be a path of this machine and is a " in problem for problem in problems)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_seeds_that_a_generator_takes_are_fine(seed: int) -> None:
+    assert validate(compose_config([f"run.seed={seed}"]), world_size=2) == []
+    torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64, 10**30])
+def test_other_seeds_are_refused(seed: int) -> None:
+    (problem,) = validate(compose_config([f"run.seed={seed}"]), world_size=2)
+    assert problem.startswith(f"run.seed={seed}: must lie in -2^63..2^64-1")

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -122,5 +123,5 @@ def test_what_can_be_used_is_left_alone() -> None:
     overrides = ["++optim.lr=1", "train={steps: 3}", "data.sources=[{path: x}]", "data.sources.0.weight=2"]
     config = compose_config([*overrides, "evaluate.prompt=a b", "parallel.layout=[1,2]"])
     assert (config.optim.lr, config.train.steps, config.evaluate.prompt) == (1.0, 3, "a b")
-    assert (config.data.sources[0].path, config.data.sources[0].weight) == ("x", 2.0)
+    assert (config.data.sources[0].path, config.data.sources[0].weight) == (str(Path("x").absolute()), 2.0)
     assert set(GROUPS) == {"model", "experiment"}
