@@ -155,6 +155,7 @@ FREE = (
     "run.name",
     "run.cache",
     "run.timeout",
+    "run.max_minutes",
     "parallel.",
     "recompute.",
     "routing.save",

@@ -9,6 +9,7 @@ after another are the file.
 import ast
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -17,8 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
 
 from data.manifest import FORMAT, MANIFEST, TOKENIZER, Manifest, canonical, sha256_file, write_atomically
 from data.shards import Document, Encoder, decode_text, write_shard
@@ -38,6 +37,8 @@ UNITS = "2"
 """Version of the cutting below."""
 WAIT_SECONDS = 600.0
 """How long a process waits for another one's build."""
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_default_corpus(
@@ -74,8 +75,8 @@ def prepare_default_corpus(
             if not (final / MANIFEST).exists():
                 partial = root / f".{name}.partial"
                 shutil.rmtree(partial, ignore_errors=True)
-                with Console(stderr=True).status("preparing the default corpus, once"):
-                    _build(partial, files, vocab_size=vocab_size)
+                logger.info("tokenising the default corpus, once: %d files of %s", len(files), library)
+                _build(partial, files, vocab_size=vocab_size)
                 os.replace(partial, final)
     except OSError as error:
         raise ValueError(

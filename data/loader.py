@@ -284,8 +284,20 @@ class Loader:
         return self._tokenizer
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, at least one: an empty prompt is taken as an empty line."""
-        return self.tokenizer().encode(prompt or "\n", add_special_tokens=False).ids
+        """Token ids of a prompt, at least one: an empty prompt is an empty line, or else the end of a text.
+
+        Raises:
+            ValueError: the tokenizer has no token for the prompt.
+        """
+        if ids := self.tokenizer().encode(prompt or "\n", add_special_tokens=False).ids:
+            return ids
+        eos_id = self.sources[0].store.manifest.eos_id
+        if prompt.strip() or eos_id is None:
+            raise ValueError(
+                f"evaluate.prompt={prompt!r}: has no token in this corpus' tokenizer; give a text that has, or set "
+                "evaluate.sample_tokens=0"
+            )
+        return [eos_id]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""

@@ -43,6 +43,7 @@ from data.manifest import (
     sha256_file,
     write_atomically,
 )
+from data.output import run_command
 from data.shards import Encoder, write_shard
 from data.sources import Inputs, Unit, plan_inputs, read_unit
 from data.store import TokenStore
@@ -407,4 +408,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -10,7 +10,6 @@ Exit status: 0 equal, 1 something differs, balanced experts lent nothing or a ra
 used.
 """
 
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -25,9 +24,10 @@ from torch import Tensor
 from configs.compose import ConfigError, compose_config
 from configs.schema import RunConfig, validate
 from data.loader import Microbatch
+from data.output import run_command
+from launch.failures import FAILED, UNUSABLE, complain
 from launch.ranks import RankError, RankPool
 from launch.shrink import LENGTH, changes, microbatches_per_rank, ranks_of, shrink
-from launch.train import complain
 from model.config import ModelConfig
 from model.loss import IGNORE_INDEX
 from train.build import build_model
@@ -102,9 +102,11 @@ def main(arguments: Sequence[str]) -> int:
         with RankPool(ranks_of(small.parallel), timeout=TIMEOUT, preload=("train.parity",)) as pool:
             certificate = certify(small, pool=pool)
     except RankError as error:
-        return complain(error, rank=0, status=1)
+        complain(error)
+        return FAILED
     except ValueError as error:
-        return complain(error, rank=0, status=2)
+        complain(error)
+        return UNUSABLE
     return print_verdict(console, certificate, seconds=time.monotonic() - began)
 
 
@@ -277,5 +279,4 @@ def cell(error: float, tolerance: float) -> str:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -1,5 +1,6 @@
 """From a validated config to a `Run`: each part of the config goes to one constructor, and no further."""
 
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.settings import EvaluateSettings, RunSettings, TrainSettings
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, sum_over_ranks
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -231,8 +234,10 @@ def build_run(
         OSError: the run folder cannot be written.
     """
     folder = Path(settings.dir)
+    logger.info("opening the data")
     loader = open_loader(data, cache=Path(settings.cache), vocab_size=model_config.vocab_size, seed=settings.seed)
     dtype = DTYPES[train.precision]
+    logger.info("building the model")
     layout = make_layout(parallel, model_config, length=batch.length)
     model = build_model(
         model_config,
@@ -255,10 +260,12 @@ def build_run(
         asynchronous=checkpoint.asynchronous,
     )
     torch.manual_seed(seed_from_name(settings.seed, f"rank {mesh.world.rank}"))
+    logger.info("looking for a checkpoint in %s", folder / CHECKPOINTS)
     progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
     check_data(progress, loader)
     progress.data = data_identity(loader)
     rule = parse_rule(routing.force)
+    logger.info("measuring the device")
     peak = sum_over_ranks(matmul_rate(device, dtype), group=mesh.world.group)
     with explained(folder):
         tracker_set = make_trackers(

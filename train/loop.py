@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,44 +18,97 @@ from train.phases import learning_rate_factor
 from train.report import write_report
 from train.run_folder import explained
 from train.step import StepResult
+from train.stopping import Stopping
 
 
 class TrainingFailed(RuntimeError):
     """The run cannot go on; what was saved is intact."""
 
 
-def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> None:
-    """Train until ``run.train.steps`` and leave a checkpoint behind, unless the routing is forced.
+def train(
+    run: Run,
+    *,
+    on_step: Callable[[StepMetrics], None] | None = None,
+    on_failure: Callable[[Exception], None] | None = None,
+    stopping: Stopping | None = None,
+) -> bool:
+    """Train until ``run.train.steps`` or until a rank wants to stop, and leave a checkpoint, unless routing is forced.
 
     Args:
         run: from `train.build.build_run`; its progress says where to begin.
         on_step: called with each step's metrics, to show them.
+        on_failure: called with what ends the run, before anything else is done: cleaning up may take long, or be cut
+            short by whoever started the ranks.
+        stopping: whether this rank wants to stop; no rank does by default.
+
+    Returns:
+        Whether all steps are done; False if the run was stopped.
 
     Raises:
-        TrainingFailed: too many updates in a row were skipped, or ranks differ that should be equal.
+        TrainingFailed: too many updates in a row were skipped, ranks differ that should be equal, or data or settings
+            turned out to be unusable only now.
         CheckpointError: a checkpoint could not be written.
     """
     try:
-        for metrics in steps(run):
-            run.trackers.log(metrics)
-            if on_step is not None:
-                on_step(metrics)
-            if metrics.validation_loss is not None:
-                write_files(run)
-            check_health(run)
-            check_replicas(run)
-            if due(run.checkpoint.every, run.progress.step) or run.progress.step == run.train.steps:
-                save(run)
-        run.checkpoints.wait()
-    finally:
-        if run.recorder is not None:
-            run.recorder.write()
-        run.trackers.close()
-        run.checkpoints.close()
+        done = train_steps(run, on_step=on_step, stopping=stopping or Stopping())
+    except BaseException as error:
+        failure = unusable(run, error) if isinstance(error, ValueError) else error
+        if on_failure is not None and isinstance(failure, Exception):
+            on_failure(failure)
+        # What then cannot be closed, as a save that waits for a rank that has gone, must not hide why.
+        with suppress(Exception):
+            close(run)
+        if failure is error:
+            raise
+        raise failure from failure.__cause__
+    close(run)
+    return done
 
 
-def steps(run: Run) -> Iterator[StepMetrics]:
-    """Do the remaining steps; yields each one's metrics, its evaluation included."""
+def close(run: Run) -> None:
+    """End what the run has open."""
+    if run.recorder is not None:
+        run.recorder.write()
+    run.trackers.close()
+    run.checkpoints.close()
+
+
+def unusable(run: Run, error: ValueError) -> TrainingFailed:
+    """A ValueError says what a user can change; after the first step it is no longer the command that was wrong."""
+    where = f"rank {run.mesh.world.rank}, " if run.mesh.world.size > 1 else ""
+    failure = TrainingFailed(f"{where}after step {run.progress.step}: {error}; the last checkpoint is intact")
+    failure.__cause__ = error
+    return failure
+
+
+def train_steps(run: Run, *, on_step: Callable[[StepMetrics], None] | None, stopping: Stopping) -> bool:
+    """`train`, without what is done when it ends."""
+    began = time.monotonic()
+    for metrics in steps(run, stopping):
+        stop, metrics = bool(metrics.stop), replace(metrics, stop=None)
+        run.trackers.log(metrics)
+        if on_step is not None:
+            on_step(metrics)
+        if metrics.validation_loss is not None:
+            write_files(run)
+        check_health(run)
+        check_replicas(run)
+        stopping.step_took(time.monotonic() - began)
+        began = time.monotonic()
+        if stop or due(run.checkpoint.every, run.progress.step) or run.progress.step == run.train.steps:
+            save(run)
+            stopping.save_took(time.monotonic() - began)
+            began = time.monotonic()
+        if run.checkpoints.slowest > 0:
+            stopping.save_took(run.checkpoints.slowest)
+        if stop:
+            break
+    run.checkpoints.wait()
+    return run.progress.step >= run.train.steps
+
+
+def steps(run: Run, stopping: Stopping) -> Iterator[StepMetrics]:
+    """Do the remaining steps; yields each one's metrics, its evaluation included, and whether a rank wants to stop."""
     progress, batch = run.progress, run.batch
     while progress.step < run.train.steps:
         started = time.perf_counter()
@@ -75,7 +129,9 @@ def steps(run: Run) -> Iterator[StepMetrics]:
         progress.advance(tokens=tokens, learning_rate=lr, position=position, skipped=result.skipped)
         seconds = time.perf_counter() - started
         rate, utilisation = run.throughput.measure(batch.tokens, seconds)
-        validation, sample = evaluate(run) if due(run.evaluate.every, progress.step) else (None, None)
+        validation, sample = None, None
+        if due(run.evaluate.every, progress.step):
+            validation, sample = evaluate(run, tokens=run.evaluate.tokens, sample_tokens=run.evaluate.sample_tokens)
         detailed = due(run.train.detail_every, progress.step)
         yield reduce_over_ranks(
             StepMetrics(
@@ -98,6 +154,7 @@ def steps(run: Run) -> Iterator[StepMetrics]:
                 sample_ids=gather_sample_ids(run, microbatches) if result.skipped else None,
                 validation_loss=validation,
                 sample=sample,
+                stop=True if stopping.wanted() else None,
             ),
             group=run.mesh.world.group,
             ranks=run.mesh.world.size,
@@ -145,24 +202,24 @@ def worst_imbalance(result: StepResult) -> float | None:
     return float((load.amax(dim=1) / load.mean(dim=1)).max())
 
 
-def evaluate(run: Run) -> tuple[float, str | None]:
-    """(validation loss, text sample) of the model as it is now; equal on all ranks."""
+def evaluate(run: Run, *, tokens: int, sample_tokens: int) -> tuple[float, str | None]:
+    """(validation loss over at most ``tokens``, text sample) of the model as it is now; equal on all ranks."""
     batches = run.loader.validation_batches(
         length=run.batch.length,
         microbatch=run.batch.microbatch,
-        max_tokens=run.evaluate.tokens,
+        max_tokens=tokens,
         rank=run.mesh.dp.rank,
         ranks=run.mesh.dp.size,
     )
     loss = validation_loss(run.pipeline, batches)
-    if not run.evaluate.sample_tokens:
+    if not sample_tokens:
         return loss, None
     # On every rank, alike: with experts or layers spread over ranks, one alone could not decode.
     text = sample_text(
         run.pipeline,
         run.loader.encode_prompt(run.evaluate.prompt),
         decode=run.loader.decode,
-        tokens=run.evaluate.sample_tokens,
+        tokens=sample_tokens,
         temperature=run.evaluate.temperature,
         seed=run.seed,
         stop=run.loader.sources[0].store.manifest.eos_id,

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from data.output import run_command
 from train.charts import MUTED, SERIES_1, SERIES_2, SERIES_3, Bars, Line, bar_chart, heat_map, line_chart
 
 REPORT_FILE = "report.html"
@@ -354,4 +355,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

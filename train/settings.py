@@ -17,6 +17,8 @@ class RunSettings:
     timeout: float = 600.0
     """Seconds that a rank waits for the others in one collective before the run fails. A rank that fails or dies ends
     the others at once; this is for one that hangs."""
+    max_minutes: float = 0.0
+    """Time that the process has: it saves and stops in time by itself, and the same command goes on; 0 is no limit."""
 
     def errors(self) -> list[str]:
         """Every problem, one line each."""
@@ -27,6 +29,12 @@ class RunSettings:
                 found.append(f"run.{name}={value!r}: must not be empty; name one, such as run.{name}={example}")
         if not self.timeout > 0:
             found.append(f"run.timeout={self.timeout}: must be above 0 seconds; 600 leaves room for slow storage")
+        if self.max_minutes < 0:
+            found.append(f"run.max_minutes={self.max_minutes}: must be at least 0; 0 is no limit")
+        if not -(2**63) <= self.seed < 2**64:
+            found.append(
+                f"run.seed={self.seed}: must be a number of 64 bits, from -2^63 to 2^64 - 1; choose a smaller one"
+            )
         return found
 
 
