@@ -289,14 +289,16 @@ class Loader:
         Raises:
             ValueError: the tokenizer has no token for the prompt.
         """
-        if ids := self.tokenizer().encode(prompt or "\n", add_special_tokens=False).ids:
+        remedy = "give a text that has, or set evaluate.sample_tokens=0"
+        try:
+            ids = self.tokenizer().encode(prompt or "\n", add_special_tokens=False).ids
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"evaluate.prompt={prompt!r}: has no tokens ({error}); {remedy}") from error
+        if ids:
             return ids
         eos_id = self.sources[0].store.manifest.eos_id
         if prompt.strip() or eos_id is None:
-            raise ValueError(
-                f"evaluate.prompt={prompt!r}: has no token in this corpus' tokenizer; give a text that has, or set "
-                "evaluate.sample_tokens=0"
-            )
+            raise ValueError(f"evaluate.prompt={prompt!r}: has no tokens in this corpus' tokenizer; {remedy}")
         return [eos_id]
 
     def decode(self, ids: Sequence[int]) -> str:

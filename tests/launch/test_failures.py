@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import yaml
 from hydra.errors import HydraException
 
 import launch.session
+import train.build
 from configs.compose import ConfigError, compose_config
 from configs.schema import RunConfig
 from launch.failures import EdgeError, Failures, edge, is_ours, was_interrupted
@@ -108,6 +110,12 @@ def test_any_exception_at_an_edge_is_one_line_with_a_status(
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     if not target.startswith(("launch.session.differences", "yaml")):
         monkeypatch.setattr(launch.session, "read_config", lambda folder: None)
+    monkeypatch.setattr(train.build, "matmul_rate", lambda *arguments: 1.0)
+    if target.startswith("launch.session.write"):
+        monkeypatch.setattr(launch.session, "build_run", lambda **parts: SimpleNamespace(facts={}))
+        monkeypatch.setattr(launch.session, "rehearse", lambda run: None)
+        # It asks git.
+        monkeypatch.setattr(launch.session, "describe_start", dict)
     for error in CLASSES:
 
         def fail(*arguments: object, error: BaseException = error, **options: object) -> None:

@@ -154,7 +154,7 @@ def test_a_prompt_without_tokens_begins_with_the_end_of_a_text(tmp_path: Path, p
 def test_a_prompt_that_the_tokenizer_cannot_begin_is_refused_by_name(
     tmp_path: Path, prompt: str, eos_id: int | None
 ) -> None:
-    with pytest.raises(ValueError, match=f"evaluate.prompt='{prompt}': has no token in this corpus' tokenizer"):
+    with pytest.raises(ValueError, match=f"evaluate.prompt='{prompt}': has no tokens"):
         word_loader(tmp_path, eos_id=eos_id).encode_prompt(prompt)
 
 
