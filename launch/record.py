@@ -46,17 +46,17 @@ def describe_start() -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv),
         "versions": {
             "python": platform.python_version(),
-            **{package: known(lambda name=package: importlib.metadata.version(name)) for package in PACKAGES},
+            **{package: known(importlib.metadata.version, package) for package in PACKAGES},
             "cuda": torch.version.cuda,
         },
-        "commit": known(lambda: git_commit(Path(__file__).parents[1])),
+        "commit": known(git_commit, Path(__file__).parents[1]),
     }
 
 
-def known(ask: Callable[[], T]) -> T | None:
-    """What ``ask`` returns; None if the system does not know, as the name of a user in a container."""
+def known(ask: Callable[..., T], *arguments: object) -> T | None:
+    """What ``ask(*arguments)`` returns; None if the system does not know, as the name of a user in a container."""
     try:
-        return ask()
+        return ask(*arguments)
     except Exception:  # a record is worth no run
         return None
 

@@ -22,10 +22,9 @@ from launch.world import World
 from parallel.mesh import build_mesh
 from train.allocator import keep_freed_memory
 from train.build import Run, build_run
-from train.loop import train
+from train.loop import show_report, train
 from train.progress import ProgressDisplay
 from train.rehearse import rehearse
-from train.report import write_report
 from train.run_folder import CONFIG_FILE, RunLock, explained, has_progress, read_config, write_config, write_facts
 from train.stopping import Stopping
 
@@ -200,11 +199,10 @@ def train_and_report(built: Run, config: RunConfig, *, session: Session) -> int:
     finally:
         append_record(folder, {"event": "end", "ended": now(), "step": built.progress.step, "how": ended})
         if ended not in ("done", "stopped"):
-            # A run that failed is the one whose curves are wanted; what stops the report must not hide why.
-            with suppress(Exception):
-                write_report(folder)
-    with explained(folder):
-        print(f"run folder: {folder}\nreport:     {write_report(folder)}")
+            # A run that failed is the one whose curves are wanted.
+            show_report(folder)
+    report = show_report(folder)
+    print(f"run folder: {folder}" + (f"\nreport:     {report}" if report else ""))
     return status
 
 

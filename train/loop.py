@@ -1,9 +1,11 @@
 """The loop, and only the loop: next batch, one step, record, evaluate, checkpoint."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,10 @@ from train.evaluate import sample_text, validation_loss
 from train.metrics import StepMetrics, reduce_over_ranks
 from train.phases import learning_rate_factor
 from train.report import write_report
-from train.run_folder import explained
 from train.step import StepResult
 from train.stopping import Stopping
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingFailed(RuntimeError):
@@ -264,8 +267,16 @@ def write_files(run: Run) -> None:
     if run.recorder is not None:
         run.recorder.write()
     if run.mesh.world.rank == 0:
-        with explained(run.folder):
-            write_report(run.folder)
+        show_report(run.folder)
+
+
+def show_report(folder: Path) -> Path | None:
+    """Write the report; its path, or None where that failed: it only shows the run, and must not end it."""
+    try:
+        return write_report(folder)
+    except Exception as error:
+        logger.warning("%s: the report could not be written (%s: %s)", folder, type(error).__name__, error)
+        return None
 
 
 def save(run: Run) -> None:

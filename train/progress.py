@@ -5,6 +5,7 @@
 The run's log file gets the same numbers as one line now and then, without control codes, in either case.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from data.output import Output
 from train.metrics import StepMetrics
+
+logger = logging.getLogger(__name__)
 
 ETA_DECAY = 0.9
 """Weight of the past in the moving average of seconds per step."""
@@ -44,6 +47,7 @@ class ProgressDisplay:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._shown = ExitStack()
+        self._works = True
 
     def __enter__(self) -> "ProgressDisplay":
         console = None if self._output is None else Console(file=cast("IO[str]", self._output.screen), highlight=False)
@@ -60,7 +64,16 @@ class ProgressDisplay:
         self._shown.close()
 
     def update(self, metrics: StepMetrics) -> None:
-        """Show one step; its evaluation and sample, if any, stay above the bar."""
+        """Show one step; its evaluation and sample, if any, stay above the bar. Never fails: it only shows the run."""
+        if not self._works:
+            return
+        try:
+            self._show(metrics)
+        except Exception as error:
+            self._works = False
+            logger.warning("steps are no longer shown (%s: %s); the run goes on", type(error).__name__, error)
+
+    def _show(self, metrics: StepMetrics) -> None:
         eta = self._estimate(metrics.step)
         numbers = "  ".join([*describe(metrics), f"ETA {format_duration(eta)}"])
         line = f"step {metrics.step:>{len(str(self._total))}}/{self._total}  {numbers}"

@@ -75,9 +75,9 @@ def rehearse_saving(run: Run) -> None:
     if first:
         remove_abandoned(folder)
     try:
-        agree(run, attempt(staged.mkdir) if first else None)
-        agree(run, attempt(lambda: write_small_file(staged / f"rank-{rank}")))
-        agree(run, attempt(lambda: staged.rename(final)) if first else None)
+        agree(run, attempt(staged, staged.mkdir) if first else None)
+        agree(run, attempt(staged, lambda: write_small_file(staged / f"rank-{rank}")))
+        agree(run, attempt(staged, lambda: staged.rename(final)) if first else None)
     finally:
         if first:
             remove_abandoned(folder)
@@ -123,15 +123,15 @@ def remove_abandoned(folder: Path) -> None:
             logger.warning("%s: cannot be removed (%s); remove it by hand", path, error.strerror or error)
 
 
-def attempt(action: Callable[[], Any]) -> str | None:
-    """Why the file system did not let ``action`` be done; None if it did."""
+def attempt(place: Path, action: Callable[[], Any]) -> str | None:
+    """Why the file system did not let ``action`` be done at ``place``; None if it did."""
     try:
         action()
     except OSError as error:
         number = error.errno or 0
         remedy = REMEDIES.get(number, "mend the folder")
         size = "; the limit is of the file system or of ulimit -f" if number == errno.EFBIG else ""
-        return f"{error.filename}: {error.strerror or error}{size}; {remedy}, or set another run.dir"
+        return f"{error.filename or place}: {error.strerror or error}{size}; {remedy}, or set another run.dir"
     return None
 
 

@@ -259,8 +259,8 @@ def test_a_disk_that_fills_on_two_ranks_says_why(tmp_path: Path, corpus: Path) -
             def full(path, text):
                 raise OSError(28, "No space left on device", str(path))
             train.staging.write_durable = full
-            import launch.session, time
-            launch.session.write_report = lambda folder: time.sleep(1000)"""
+            import train.loop, time
+            train.loop.write_report = lambda folder: time.sleep(1000)"""
     arguments = overrides(tmp_path / "run", corpus, *options)
     status, lines = train_on_two_ranks(tmp_path, arguments, fault=fault, rank=0)
     assert status != 0

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import train.loop
+import train.rehearse
 import train.stopping
 from data.manifest import read_manifest
 from launch.failures import STOPPED, too_little_memory
@@ -483,6 +484,19 @@ def test_a_value_error_in_the_middle_of_a_run_is_no_bad_configuration(
     assert "in fail\n" in (tmp_path / "run.log").read_text()
 
 
+@pytest.mark.parametrize("target", ["train.loop.write_report", "train.progress.describe"])
+def test_what_only_shows_the_run_does_not_end_it(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device", "report.html")
+
+    monkeypatch.setattr(target, fail)
+    assert main(overrides(tmp_path, corpus, "train.steps=3", "evaluate.every=2")) == 0
+    assert len(read_metrics(tmp_path)) == 3
+    assert "No space left on device" in capsys.readouterr().err
+
+
 def test_the_reason_is_said_before_anything_else_is_done(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,7 +550,7 @@ def test_a_command_that_failed_does_not_claim_the_folder(tmp_path: Path, corpus:
 
 
 def test_a_disk_that_fills_while_saving_stops_the_run_and_keeps_what_was_saved(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
@@ -547,12 +561,20 @@ def test_a_disk_that_fills_while_saving_stops_the_run_and_keeps_what_was_saved(
         assert main(overrides(folder, corpus, "train.steps=2")) == 0
         (folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - 2**18))
         assert main(overrides(folder, corpus, "train.steps=4")) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: before the first step: {folder / 'checkpoints'}: has ")
+        assert " free and one checkpoint takes " in line
+        # It fills later.
+        with monkeypatch.context() as patch:
+            patch.setattr(train.rehearse, "room_problem", lambda *arguments: None)
+            assert main(overrides(folder, corpus, "train.steps=4")) == 1
         assert "No space left on device" in capsys.readouterr().err
         # So full that not even its config can be written.
         (folder / "more").write_bytes(bytes(shutil.disk_usage(folder).free))
         assert main(overrides(folder, corpus, "train.steps=4")) == 1
         error = capsys.readouterr().err
-        assert f"error: run.dir={folder}: No space left on device; free disk space, or set another run.dir" in error
+        assert error.startswith(f"error: before the first step: {folder}")
+        assert ": No space left on device; free disk space, or set another run.dir" in error
         (folder / "ballast").unlink()
         (folder / "more").unlink()
         assert main(overrides(folder, corpus, "train.steps=4")) == 0

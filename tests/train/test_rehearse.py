@@ -48,9 +48,9 @@ def test_a_rehearsal_leaves_nothing_behind_and_takes_away_what_a_killed_one_left
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
 
 
-def refuse(number: int) -> Callable[..., None]:
+def refuse(number: int, *, named: bool = True) -> Callable[..., None]:
     def fail(*arguments: Any, **options: Any) -> None:
-        raise OSError(number, os.strerror(number), str(arguments[0]))
+        raise OSError(number, os.strerror(number), *([str(arguments[0])] if named else []))
 
     return fail
 
@@ -70,10 +70,11 @@ def test_what_the_file_system_refuses_is_one_line_with_path_and_remedy(
     run: Any, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     owner, name, number, said = FAULTS[fault]
-    monkeypatch.setattr(owner, name, refuse(number))
+    # A full disk is not told with a name.
+    monkeypatch.setattr(owner, name, refuse(number, named=owner is Path))
     with pytest.raises(RehearsalFailed) as found:
         rehearse_saving(run)
-    assert str(found.value).startswith("before the first step: ")
+    assert str(found.value).startswith(f"before the first step: {run.folder}/{PREFIX}")
     assert said in str(found.value)
     assert str(found.value).endswith("or set another run.dir")
     monkeypatch.undo()
