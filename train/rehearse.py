@@ -81,7 +81,8 @@ def rehearse_saving(run: Run) -> None:
     finally:
         if first:
             remove_abandoned(folder)
-    agree(run, room_problem(folder, sum(share(run, bytes_to_save(run)))) if first else None)
+    needed = sum(share(run, bytes_to_save(run)))
+    agree(run, room_problem(folder, needed) if first else None)
 
 
 def write_small_file(path: Path) -> None:

@@ -201,10 +201,12 @@ def test_a_rank_that_fails_takes_the_other_down_and_its_error_is_the_one_shown(t
     status, lines = train_on_two_ranks(tmp_path, arguments, fault='raise OSError(5, "Input/output error", "shard-7")')
     assert status != 0
     said = [line for line in lines if line.startswith(("error: ", "rank 0 ends"))]
-    assert said[0] == "error: rank 1: [Errno 5] Input/output error: 'shard-7'"
+    error = "error: rank 1: shard-7: Input/output error"
+    assert error in said
+    said.remove(error)
     # Its peer has no time to say more, or says that it follows.
-    assert all(line.startswith("rank 0 ends because another failed first: ") for line in said[1:])
-    assert not any("Traceback" in line for line in lines[: lines.index(said[0])])
+    assert all(line.startswith("rank 0 ends because another failed first: ") for line in said)
+    assert not any("Traceback" in line for line in lines[: lines.index(error)])
 
 
 def test_a_killed_rank_takes_the_other_down_and_the_run_goes_on_from_its_checkpoint(
