@@ -8,13 +8,12 @@ after another are the file.
 
 import ast
 import hashlib
+import logging
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-
-from rich.console import Console
 
 from data.edges import InputError, place_error
 from data.encoded import decode_text
@@ -37,6 +36,8 @@ UNITS = "2"
 """Version of the cutting below."""
 WAIT_SECONDS = 600.0
 """How long a process waits for another one's build."""
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_default_corpus(
@@ -75,8 +76,8 @@ def prepare_default_corpus(
         root.mkdir(parents=True, exist_ok=True)
         with locked(lock, wait_seconds=wait_seconds):
             if not (final / MANIFEST).exists():
-                with Console(stderr=True).status("preparing the default corpus, once"):
-                    _build(final, files, vocab_size=vocab_size)
+                logger.info("tokenising the default corpus, once: %d files of %s", len(files), library)
+                _build(final, files, vocab_size=vocab_size)
     except Held:
         raise InputError(
             f"{lock}: another process has held it for {wait_seconds:.0f} s; see whether that still builds the default "

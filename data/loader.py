@@ -337,17 +337,20 @@ class Loader:
         return self._tokenizer
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a prompt: an empty one is taken as an empty line, and one without ids as the end of a text.
+        """Token ids of a prompt, at least one: an empty prompt is an empty line, or else the end of a text.
 
         Raises:
-            InputError: the tokenizer has no token for it.
+            InputError: the tokenizer has no token for the prompt.
         """
         tokenizer, eos_id = self.tokenizer(), self.sources[0].store.manifest.eos_id
-        with edge(f"evaluate.prompt={prompt!r}", what="cannot be encoded", remedy="choose another"):
+        remedy = "give a text that has, or set evaluate.sample_tokens=0"
+        with edge(f"evaluate.prompt={prompt!r}", what="has no tokens", remedy=remedy):
             ids: list[int] = tokenizer.encode(prompt or "\n", add_special_tokens=False).ids
-        if not ids and eos_id is not None:
-            return [eos_id]
-        return ids
+        if ids:
+            return ids
+        if prompt.strip() or eos_id is None:
+            raise InputError(f"evaluate.prompt={prompt!r}: has no tokens in this corpus' tokenizer; {remedy}")
+        return [eos_id]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""

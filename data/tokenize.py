@@ -48,6 +48,7 @@ from data.manifest import (
     read_manifest,
     sha256_file,
 )
+from data.output import run_command
 from data.readers import read_piece
 from data.shards import Document, Encoder, write_shard
 from data.sources import Inputs, Unit, plan_inputs, say_left_out
@@ -518,4 +519,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -10,7 +10,6 @@ Exit status: 0 equal, 1 something differs, balanced experts lent nothing or a ra
 used.
 """
 
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -24,8 +23,9 @@ from torch import Tensor
 
 from configs.compose import ConfigError, compose_config
 from configs.schema import validate
+from data.output import run_command
+from launch.failures import FAILED, UNUSABLE, complain
 from launch.ranks import RankError, RankPool
-from launch.train import complain
 from train.config import RunConfig
 from train.proof.case import STEPS, lends, make_case
 from train.proof.parity import Case, Moved, Outcome, ParityReport, compare, merge, train_alone, train_on_mesh
@@ -86,9 +86,11 @@ def main(arguments: Sequence[str]) -> int:
         with RankPool(ranks_of(small.parallel), timeout=TIMEOUT, preload=("train.proof.parity",)) as pool:
             certificate = certify(small, pool=pool)
     except RankError as error:
-        return complain(error, rank=0, status=1)
+        complain(error)
+        return FAILED
     except ValueError as error:
-        return complain(error, rank=0, status=2)
+        complain(error)
+        return UNUSABLE
     return print_verdict(console, certificate, seconds=time.monotonic() - began)
 
 
@@ -214,5 +216,4 @@ def cell(error: float, tolerance: float) -> str:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {
     "train": ("launch.train", "train a model, or go on with a run"),
     "certify": ("launch.certify", "prove a configuration's mesh equal to one rank, on this machine"),
+    "plan": ("launch.plan", "what a configuration costs in operations, memory and traffic"),
     "tokenize": ("data.tokenize", "turn text into a folder to train on"),
     "report": ("train.report", "write a run's report anew"),
 }
@@ -63,8 +64,11 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     name, *rest = arguments
     if name not in COMMANDS:
         raise ValueError(f"{name}: unknown command; known are {', '.join(COMMANDS)}")
-    ranks, rest = take_ranks(rest)
     module = COMMANDS[name][0]
+    if name == "plan":
+        # Its --ranks are those of the planned run.
+        return ["-P", "-m", module, *rest]
+    ranks, rest = take_ranks(rest)
     if ranks is None:
         return ["-P", "-m", module, *rest]
     if name != "train":

@@ -1,5 +1,6 @@
 """From a validated config to a `Run`: each part of the config goes to one constructor, and no further."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, total_rate
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -264,9 +267,11 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
         OSError: the run folder cannot be written.
     """
     folder, world, seed = Path(config.run.dir), mesh.world, config.run.seed
+    logger.info("opening the data")
     loader = open_loader(config.data, cache=Path(config.run.cache), vocab_size=config.model.vocab_size, seed=seed)
     data = {"data.sources": data_identity(loader), "their shares": data_shares(loader)}
     check_equal(data, remedy="give every rank the same data in the same order")
+    logger.info("building the model")
     rule = parse_rule(config.routing.force)
     forced = None if rule is None else ForcedRouting(rule, seed=seed, axis=mesh.replicas)
     rig = build_rig(config, mesh=mesh, device=device, observers=() if forced is None else (forced.install,))
@@ -279,9 +284,11 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
         asynchronous=config.checkpoint.asynchronous,
     )
     torch.manual_seed(seed_from_name(seed, f"rank {world.rank}"))
+    logger.info("looking for a checkpoint in %s", folder / CHECKPOINTS)
     progress = resume(store, rig.model, dp=rig.dp, optimizer=rig.optimizer, mesh=mesh) or Progress(loader.start())
     loader = continue_data(progress, loader, seed=seed)
     progress.data, progress.shares = data_identity(loader), data_shares(loader)
+    logger.info("measuring the device")
     dtype = DTYPES[config.train.precision]
     multiply = in_fp32(torch.matmul) if wants_fp32_products(dtype, device) else torch.matmul
     peak = total_rate(matmul_rate(device, dtype, multiply=multiply), axis=world)

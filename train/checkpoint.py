@@ -21,6 +21,7 @@ import json
 import logging
 import secrets
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -198,6 +199,8 @@ class CheckpointStore:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
         self._verified: Candidate | None = None
+        self.slowest = 0.0
+        """Seconds that the longest save has taken in the writer thread, until it was published."""
 
     def save(self, step: int, *, tensors: Mapping[str, Tensor | TensorSlice], state: dict[str, Any]) -> None:
         """Save ``step`` (steps done so far). Collective.
@@ -307,6 +310,7 @@ class CheckpointStore:
 
     def _write(self, step: int, tensors: dict[str, TensorSlice], state: str) -> None:
         """One whole save, in the writer thread. Its phases are the points where the ranks agree."""
+        began = time.monotonic()
         token = self._exchange(secrets.token_hex(4))[0]
         staged = self._root / staging.staging_name(step, token)
         final = staged.with_name(staging.folder_name(step))
@@ -316,6 +320,7 @@ class CheckpointStore:
             self._phase("save", final, lambda: self._write_tensors(staged, tensors))
             tables = self._phase("save", final, lambda: _describe_files(staged, f"__{self._rank}_*"))
             self._phase("save", final, lambda: self._publish(staged, step, tables, state))
+            self.slowest = max(self.slowest, time.monotonic() - began)
         except Exception:
             if self._rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)

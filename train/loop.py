@@ -1,8 +1,11 @@
 """The loop, and only the loop: next batch, one step, record, evaluate, checkpoint."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -15,46 +18,100 @@ from train.evaluate import sample_text, validation_loss
 from train.metrics import StepMetrics, reduce_over_ranks
 from train.phases import learning_rate_factor
 from train.report import write_report
-from train.run_folder import explained
 from train.step import StepResult
+from train.stopping import Stopping
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingFailed(RuntimeError):
     """The run cannot go on; what was saved is intact."""
 
 
-def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> None:
-    """Train until ``train.steps`` and leave a checkpoint behind, unless the routing is forced.
+def train(
+    run: Run,
+    *,
+    on_step: Callable[[StepMetrics], None] | None = None,
+    on_failure: Callable[[Exception], None] | None = None,
+    stopping: Stopping | None = None,
+) -> bool:
+    """Train until ``train.steps`` or until a rank wants to stop, and leave a checkpoint, unless routing is forced.
 
     Args:
         run: from `train.build.build_run`; its progress says where to begin.
         on_step: called with each step's metrics, to show them.
+        on_failure: called with what ends the run, before anything else is done: cleaning up may take long, or be cut
+            short by whoever started the ranks.
+        stopping: whether this rank wants to stop; no rank does by default.
+
+    Returns:
+        Whether all steps are done; False if the run was stopped.
 
     Raises:
-        TrainingFailed: too many updates in a row were skipped, or ranks differ that should be equal.
+        TrainingFailed: too many updates in a row were skipped, ranks differ that should be equal, or data or settings
+            turned out to be unusable only now.
         CheckpointError: a checkpoint could not be written.
     """
     try:
-        for metrics in steps(run):
-            run.trackers.log(metrics)
-            if on_step is not None:
-                on_step(metrics)
-            if metrics.validation_loss is not None:
-                write_files(run)
-            check_health(run)
-            check_replicas(run)
-            if due(run.config.checkpoint.every, run.progress.step) or run.progress.step == run.config.train.steps:
-                save(run)
-        run.checkpoints.wait()
-    finally:
-        if run.recorder is not None:
-            run.recorder.write()
-        run.trackers.close()
-        run.checkpoints.close()
+        done = train_steps(run, on_step=on_step, stopping=stopping or Stopping())
+    except BaseException as error:
+        failure = unusable(run, error) if isinstance(error, ValueError) else error
+        if on_failure is not None and isinstance(failure, Exception):
+            on_failure(failure)
+        # What then cannot be closed, as a save that waits for a rank that has gone, must not hide why.
+        with suppress(Exception):
+            close(run)
+        if failure is error:
+            raise
+        raise failure from failure.__cause__
+    close(run)
+    return done
 
 
-def steps(run: Run) -> Iterator[StepMetrics]:
-    """Do the remaining steps; yields each one's metrics, its evaluation included."""
+def close(run: Run) -> None:
+    """End what the run has open."""
+    if run.recorder is not None:
+        run.recorder.write()
+    run.trackers.close()
+    run.checkpoints.close()
+
+
+def unusable(run: Run, error: ValueError) -> TrainingFailed:
+    """A ValueError says what a user can change; after the first step it is no longer the command that was wrong."""
+    where = f"rank {run.mesh.world.rank}, " if run.mesh.world.size > 1 else ""
+    failure = TrainingFailed(f"{where}after step {run.progress.step}: {error}; the last checkpoint is intact")
+    failure.__cause__ = error
+    return failure
+
+
+def train_steps(run: Run, *, on_step: Callable[[StepMetrics], None] | None, stopping: Stopping) -> bool:
+    """`train`, without what is done when it ends."""
+    began = time.monotonic()
+    for metrics in steps(run, stopping):
+        stop, metrics = bool(metrics.stop), replace(metrics, stop=None)
+        run.trackers.log(metrics)
+        if on_step is not None:
+            on_step(metrics)
+        if metrics.validation_loss is not None:
+            write_files(run)
+        check_health(run)
+        check_replicas(run)
+        stopping.step_took(time.monotonic() - began)
+        began = time.monotonic()
+        if stop or due(run.config.checkpoint.every, run.progress.step) or run.progress.step == run.config.train.steps:
+            save(run)
+            stopping.save_took(time.monotonic() - began)
+            began = time.monotonic()
+        if run.checkpoints.slowest > 0:
+            stopping.save_took(run.checkpoints.slowest)
+        if stop:
+            break
+    run.checkpoints.wait()
+    return run.progress.step >= run.config.train.steps
+
+
+def steps(run: Run, stopping: Stopping) -> Iterator[StepMetrics]:
+    """Do the remaining steps; yields each one's metrics, its evaluation included, and whether a rank wants to stop."""
     progress, config, batch = run.progress, run.config, run.config.batch
     while progress.step < config.train.steps:
         started = time.perf_counter()
@@ -75,7 +132,11 @@ def steps(run: Run) -> Iterator[StepMetrics]:
         progress.advance(tokens=tokens, learning_rate=lr, position=position, skipped=result.skipped)
         seconds = time.perf_counter() - started
         rate, utilisation = run.throughput.measure(batch.tokens, seconds)
-        validation, sample = evaluate(run) if due(config.evaluate.every, progress.step) else (None, None)
+        validation, sample = None, None
+        if due(config.evaluate.every, progress.step):
+            validation, sample = evaluate(
+                run, tokens=config.evaluate.tokens, sample_tokens=config.evaluate.sample_tokens
+            )
         detailed = due(config.train.detail_every, progress.step)
         yield reduce_over_ranks(
             StepMetrics(
@@ -98,6 +159,7 @@ def steps(run: Run) -> Iterator[StepMetrics]:
                 sample_ids=gather_sample_ids(run, microbatches) if result.skipped else None,
                 validation_loss=validation,
                 sample=sample,
+                stop=True if stopping.wanted() else None,
             ),
             axis=run.mesh.world,
         )
@@ -140,25 +202,25 @@ def worst_imbalance(result: StepResult) -> float | None:
     return float((load.amax(dim=1) / load.mean(dim=1)).max())
 
 
-def evaluate(run: Run) -> tuple[float, str | None]:
-    """(validation loss, text sample) of the model as it is now; equal on all ranks."""
+def evaluate(run: Run, *, tokens: int, sample_tokens: int) -> tuple[float, str | None]:
+    """(validation loss over at most ``tokens``, text sample) of the model as it is now; equal on all ranks."""
     config = run.config
     batches = run.loader.validation_batches(
         length=config.batch.length,
         microbatch=run.microbatch,
-        max_tokens=config.evaluate.tokens,
+        max_tokens=tokens,
         rank=run.mesh.dp.rank,
         ranks=run.mesh.dp.size,
     )
     loss = validation_loss(run.pipeline, batches)
-    if not config.evaluate.sample_tokens:
+    if not sample_tokens:
         return loss, None
     # On every rank, alike: with experts or layers spread over ranks, one alone could not decode.
     text = sample_text(
         run.pipeline,
         run.loader.encode_prompt(config.evaluate.prompt),
         decode=run.loader.decode,
-        tokens=config.evaluate.sample_tokens,
+        tokens=sample_tokens,
         temperature=config.evaluate.temperature,
         seed=config.run.seed,
         stop=run.loader.sources[0].store.manifest.eos_id,
@@ -204,8 +266,16 @@ def write_files(run: Run) -> None:
     if run.recorder is not None:
         run.recorder.write()
     if run.mesh.world.rank == 0:
-        with explained(run.folder):
-            write_report(run.folder)
+        show_report(run.folder)
+
+
+def show_report(folder: Path) -> Path | None:
+    """Write the report; its path, or None where that failed: it only shows the run, and must not end it."""
+    try:
+        return write_report(folder)
+    except Exception as error:
+        logger.warning("%s: the report could not be written (%s: %s)", folder, type(error).__name__, error)
+        return None
 
 
 def save(run: Run) -> None:

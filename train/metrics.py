@@ -83,6 +83,8 @@ class StepMetrics:
     sample_ids: list[int] | None = field(default=None, metadata=_measured("ids of the samples of a skipped step"))
     validation_loss: float | None = field(default=None, metadata=_measured("nats per token"))
     sample: str | None = field(default=None, metadata=_measured("generated text"))
+    stop: bool | None = field(default=None, metadata=_measured("true if a rank wants the run to stop", reduce="max"))
+    """Not written: where a run happens to stop must not show in its metrics."""
 
     def as_json(self) -> dict[str, Any]:
         """The object that is written: what was measured, in order of declaration.

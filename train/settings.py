@@ -13,7 +13,7 @@ class RunSettings:
     """Where a run lives. The same folder again resumes it."""
 
     AT_RESUME: ClassVar[str] = "another random seed: the data would come in another order"
-    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("name", "dir", "cache", "timeout")
+    FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("name", "dir", "cache", "timeout", "max_minutes")
 
     name: str = "run"
     dir: str = "runs/${run.name}"
@@ -23,6 +23,8 @@ class RunSettings:
     timeout: float = 600.0
     """Seconds that a rank waits for the others in one collective before the run fails. A rank that fails or dies ends
     the others at once; this is for one that hangs."""
+    max_minutes: float = 0.0
+    """Time that the process has: it saves and stops in time by itself, and the same command goes on; 0 is no limit."""
 
     def errors(self) -> list[str]:
         """Every problem, one line each."""
@@ -39,6 +41,8 @@ class RunSettings:
             )
         if not 0 < self.timeout <= 1e9:
             found.append(f"run.timeout={self.timeout}: must lie above 0 and be at most 1e9 s; 600 suits slow storage")
+        if not 0 <= self.max_minutes <= 1e9:
+            found.append(f"run.max_minutes={self.max_minutes}: must lie in 0..1e9; 0 is no limit")
         return found
 
 

@@ -22,11 +22,12 @@ from rich.table import Table
 
 from configs.compose import ConfigError, compose_config
 from configs.schema import RunConfig, validate
+from data.output import run_command
+from launch.failures import UNUSABLE, complain
 from launch.plan.memory import Memory, memory_of
 from launch.plan.step import StepPlan, held_by_busiest
 from launch.plan.traffic import Moved, step_traffic
 from launch.shrink import ranks_of
-from launch.train import complain
 from model.config import ModelConfig
 from model.flops import forward_flops, training_flops
 from model.kimi import KimiModel
@@ -85,7 +86,8 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError("\n".join(problems))
         print_plan(Console(highlight=False), make_plan(config, ranks=ranks, device=request.device), config)
     except ValueError as error:
-        return complain(error, rank=0, status=2)
+        complain(error)
+        return UNUSABLE
     return 0
 
 
@@ -282,4 +284,4 @@ def table(title: str, *columns: str) -> Table:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

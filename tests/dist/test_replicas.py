@@ -11,7 +11,7 @@ import torch.distributed as dist
 import parallel.replicas
 import train.loop
 from configs.compose import compose_config
-from launch.train import train_on
+from launch.session import train_on
 from parallel.config import ParallelConfig
 from parallel.mesh import make_mesh
 from parallel.pipeline.layout import make_layout

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from configs.compose import compose_config
-from launch.train import main, train_on
+from launch.session import train_on
+from launch.train import main
 from tests.dist.ranks import RankPool
 from tests.launch.test_train import saved
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
@@ -105,9 +106,7 @@ def test_a_run_moves_between_meshes(tmp_path: Path, corpus: Path, pool: RankPool
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_two_ranks_stop_and_resume_bit_for_bit(
-    tmp_path: Path, corpus: Path, pool: RankPool, precision: str
-) -> None:
+def test_two_ranks_stop_and_resume_bit_for_bit(tmp_path: Path, corpus: Path, pool: RankPool, precision: str) -> None:
     options = [f"train.precision={precision}"]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     for folder, steps in [(straight, 12), (stopped, 5), (stopped, 12)]:
@@ -119,9 +118,7 @@ def test_two_ranks_stop_and_resume_bit_for_bit(
 
 
 @pytest.mark.parametrize("first", [1, 2], ids=["one-to-two", "two-to-one"])
-def test_a_run_continues_on_another_number_of_ranks(
-    tmp_path: Path, corpus: Path, pool: RankPool, first: int
-) -> None:
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path, corpus: Path, pool: RankPool, first: int) -> None:
     def train(ranks: int, folder: Path, steps: int) -> None:
         arguments = overrides(folder, corpus, f"train.steps={steps}", *PROOF)
         if ranks == 1:

@@ -1,17 +1,27 @@
 """Whole runs on one rank: resuming, refusing, surviving."""
 
 import json
+import os
+import pty
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
+import types
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+import train.loop
+import train.rehearse
+import train.stopping
 from data.manifest import read_manifest
-from launch.train import main, too_little_memory
+from launch.failures import STOPPED, too_little_memory
+from launch.train import main
 from tests.data.corpora import write_corpus
 from tests.dist.ranks import PATIENCE
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
@@ -287,24 +297,221 @@ def test_a_run_folder_that_cannot_be_one_names_field_path_and_remedy(
         assert line.endswith("; set run.dir to a folder that can be made and written")
 
 
-def test_an_interrupted_run_says_that_it_resumes_and_does(tmp_path: Path, corpus: Path) -> None:
-    arguments = overrides(tmp_path, corpus, "train.steps=100000", "checkpoint.every=1")
+def start(arguments: list[str], **options: object) -> subprocess.Popen[str]:
+    """`launch.train` as a process of its own, which a test must end."""
     command = [sys.executable, "-m", "launch.train", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
+
+
+def wait_for_line(process: subprocess.Popen[str], beginning: str) -> str:
+    """Read what a process prints until a line begins so."""
     assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line
+    raise AssertionError(f"it ended: {process.communicate()[1]}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_stops_the_run_after_a_step_with_a_checkpoint_and_a_status_of_its_own(
+    tmp_path: Path, corpus: Path, number: signal.Signals
+) -> None:
+    process = start(overrides(tmp_path, corpus, "train.steps=100000"))
     try:
-        while not process.stdout.readline().startswith("step "):
-            assert process.poll() is None
+        wait_for_line(process, "step ")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    steps = len(read_metrics(tmp_path))
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert process.returncode == STOPPED == 3
+    assert err == ""
+    assert f"{name}: stopping after this step, with a checkpoint; Ctrl-C again ends at once\n" in out
+    assert f"stopped after step {steps} ({name}): the same command goes on from its checkpoint\n" in out
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*")] == [f"step-{steps:08d}"]
+    assert (tmp_path / "report.html").exists()
+    assert [entry["event"] for entry in read_record(tmp_path)] == ["start", "end"]
+    assert read_record(tmp_path)[-1]["how"] == "stopped"
+    # Where it stopped does not show.
+    assert main(overrides(tmp_path, corpus, f"train.steps={steps + 2}")) == 0
+    assert main(overrides(tmp_path / "straight", corpus, f"train.steps={steps + 2}")) == 0
+    assert read_metrics(tmp_path) == read_metrics(tmp_path / "straight")
+
+
+HANGING_STEP = """
+import time
+import train.step
+def hang(*arguments, **options):
+    print("hanging", flush=True)
+    time.sleep(1000)
+train.step.Stepper.step = hang
+import launch.signals
+launch.signals.SAME = 0.0
+from launch.train import main
+import sys
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, corpus: Path) -> None:
+    command = [sys.executable, "-c", HANGING_STEP, *overrides(tmp_path, corpus, "train.steps=3")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_line(process, "hanging")
+        process.send_signal(signal.SIGINT)
+        wait_for_line(process, "Ctrl-C: stopping after this step")
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 130
-    assert said == "interrupted: the same command goes on from the last checkpoint, if there is one\n"
-    assert (tmp_path / "report.html").exists()
+    assert said == ("interrupted: ended at once; the same command goes on from the last checkpoint, if there is one\n")
+    assert main(overrides(tmp_path, corpus, "train.steps=1")) == 0
+
+
+def test_a_run_stops_by_itself_before_its_time_is_up(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that is a minute later whenever it is asked, which is once a step."""
+    minutes = iter(range(10_000))
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 60.0 * next(minutes))
+    monkeypatch.setattr(train.stopping, "time", clock)
+    assert main(overrides(tmp_path, corpus, "train.steps=50", "run.max_minutes=20")) == STOPPED
+    out = capsys.readouterr().out
+    assert "(run.max_minutes=20): the same command goes on from its checkpoint" in out
     steps = len(read_metrics(tmp_path))
-    assert main(overrides(tmp_path, corpus, f"train.steps={steps + 1}", "checkpoint.every=1")) == 0
-    assert [record["step"] for record in read_metrics(tmp_path)] == [*range(1, steps + 2)]
+    assert 0 < steps < 50
+    assert main(overrides(tmp_path, corpus, f"train.steps={steps + 1}")) == 0
+    assert len(read_metrics(tmp_path)) == steps + 1
+
+
+def read_record(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+
+
+def test_the_folder_says_how_the_run_was_run(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps in (2, 3):
+        assert main(overrides(tmp_path, corpus, f"train.steps={steps}")) == 0
+    printed = capsys.readouterr().out
+    first, ended, second, again = read_record(tmp_path)
+    assert (first["event"], first["step"], ended["event"], ended["step"], ended["how"]) == (
+        "start",
+        0,
+        "end",
+        2,
+        "done",
+    )
+    assert (second["step"], again["step"]) == (2, 3)
+    for entry in (first, second):
+        assert {"started", "host", "user", "pid", "folder", "command", "versions", "commit", "ranks"} <= entry.keys()
+        assert entry["versions"]["torch"] == torch.__version__
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert (facts["started"], facts["commit"], facts["command"]) == (
+        second["started"],
+        second["commit"],
+        second["command"],
+    )
+    log = [line[26:] for line in (tmp_path / "run.log").read_text().splitlines()]
+    assert log == printed.splitlines()
+
+
+def test_the_first_line_comes_before_torch(tmp_path: Path) -> None:
+    source = (
+        "import sys; import launch.train; sys.modules['launch.session'] = None; "
+        "status = launch.train.main([]); print('torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    first, last = found.stdout.splitlines()
+    assert first.startswith("perilune ")
+    assert first.endswith(": loading torch")
+    assert last == "False"
+
+
+@pytest.mark.parametrize("streams", [">/dev/full 2>/dev/full", ">&- 2>&- <&-"])
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, corpus: Path, streams: str) -> None:
+    command = shlex.join([sys.executable, "-m", "launch.train", *overrides(tmp_path, corpus, "train.steps=2")])
+    assert subprocess.run(f"{command} {streams}", shell=True).returncode == 0
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def test_an_encoding_without_the_characters_of_a_sample_does_not_end_the_run(tmp_path: Path, corpus: Path) -> None:
+    options = ["train.steps=2", "evaluate.every=1", "evaluate.sample_tokens=40"]
+    process = start(overrides(tmp_path, corpus, *options), env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert "\\ufffd" in out
+    assert "\ufffd" in read_metrics(tmp_path)[0]["sample"] + read_metrics(tmp_path)[1]["sample"]
+
+
+def test_a_bar_on_a_terminal_keeps_what_is_printed_above_it_and_out_of_the_log(tmp_path: Path, corpus: Path) -> None:
+    master, slave = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "200"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch.train", *overrides(tmp_path, corpus, "train.steps=3", "evaluate.every=2")],
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+    )
+    os.close(slave)
+    shown = b""
+    # Linux answers EIO where the last process has closed the other end.
+    with suppress(OSError):
+        while part := os.read(master, 4096):
+            shown += part
+    os.close(master)
+    assert process.wait() == 0
+    assert b"step 3/3" in shown
+    assert b"step 2: validation loss" in shown
+    log = (tmp_path / "run.log").read_text()
+    assert "\x1b" not in log
+    assert "step 1/3  loss" in log
+    assert "step 2: validation loss" in log
+
+
+def test_a_value_error_in_the_middle_of_a_run_is_no_bad_configuration(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise ValueError("shard-3: truncated")
+
+    assert main(overrides(tmp_path, corpus, "train.steps=2", "checkpoint.every=1")) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(train.loop, "check_health", fail)
+    assert main(overrides(tmp_path, corpus, "train.steps=4", "checkpoint.every=1")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: after step 3: shard-3: truncated; the last checkpoint is intact"
+    assert read_record(tmp_path)[-1]["how"].startswith("failed: after step 3: shard-3: truncated")
+    assert "in fail\n" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.parametrize("target", ["train.loop.write_report", "train.progress.describe"])
+def test_what_only_shows_the_run_does_not_end_it(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device", "report.html")
+
+    monkeypatch.setattr(target, fail)
+    assert main(overrides(tmp_path, corpus, "train.steps=3", "evaluate.every=2")) == 0
+    assert len(read_metrics(tmp_path)) == 3
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_the_reason_is_said_before_anything_else_is_done(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever started the ranks may end this one while it cleans up."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    said = []
+    monkeypatch.setattr(train.loop, "check_health", fail)
+    monkeypatch.setattr(train.loop, "close", lambda run: said.append(capsys.readouterr().err))
+    assert main(overrides(tmp_path, corpus, "train.steps=2")) == 1
+    assert "RuntimeError: the device is gone" in said[0]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -320,8 +527,11 @@ def test_an_interrupted_run_says_that_it_resumes_and_does(tmp_path: Path, corpus
     ],
 )
 def test_too_little_memory_is_one_line_with_the_amount(error: str, amount: str | None) -> None:
-    found = too_little_memory(RuntimeError(error), device=torch.device("cpu"))
-    expected = f"cpu: not enough memory: {amount} more were asked for at once; lower batch.microbatch or batch.length, "
+    found = too_little_memory(RuntimeError(error))
+    device = "cuda" if "CUDA" in error else "cpu"
+    expected = (
+        f"{device}: not enough memory: {amount} more were asked for at once; lower batch.microbatch or batch.length, "
+    )
     assert found is None if amount is None else str(found).startswith(expected)
 
 
@@ -341,7 +551,7 @@ def test_a_command_that_failed_does_not_claim_the_folder(tmp_path: Path, corpus:
 
 
 def test_a_disk_that_fills_while_saving_stops_the_run_and_keeps_what_was_saved(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
@@ -352,12 +562,20 @@ def test_a_disk_that_fills_while_saving_stops_the_run_and_keeps_what_was_saved(
         assert main(overrides(folder, corpus, "train.steps=2")) == 0
         (folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - 2**18))
         assert main(overrides(folder, corpus, "train.steps=4")) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: before the first step: {folder / 'checkpoints'}: has ")
+        assert " free and one checkpoint takes " in line
+        # It fills later.
+        with monkeypatch.context() as patch:
+            patch.setattr(train.rehearse, "room_problem", lambda *arguments: None)
+            assert main(overrides(folder, corpus, "train.steps=4")) == 1
         assert "No space left on device" in capsys.readouterr().err
         # So full that not even its config can be written.
         (folder / "more").write_bytes(bytes(shutil.disk_usage(folder).free))
         assert main(overrides(folder, corpus, "train.steps=4")) == 1
         error = capsys.readouterr().err
-        assert f"error: run.dir={folder}: No space left on device; free disk space, or set another run.dir" in error
+        assert error.startswith(f"error: before the first step: {folder}")
+        assert ": No space left on device; free disk space, or set another run.dir" in error
         (folder / "ballast").unlink()
         (folder / "more").unlink()
         assert main(overrides(folder, corpus, "train.steps=4")) == 0

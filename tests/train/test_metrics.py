@@ -6,16 +6,18 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 import train.metrics
+from data.output import Output
 from parallel.mesh import Axis
 from tests.dist.ranks import RankPool
 from train.metrics import (
@@ -346,15 +348,29 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 15))
 
 
+class Screen(io.StringIO):
+    """Standard output, a terminal or not."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
 def shown(*, terminal: bool, steps: int, start: int = 0) -> str:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=130, highlight=False)
-    with ProgressDisplay(25, start_step=start, plain_every=10, console=console) as display:
+    screen = Screen(terminal=terminal)
+    with (
+        patch.dict(os.environ, {"TERM": "xterm", "COLUMNS": "130"}),
+        redirect_stdout(screen),
+        Output() as output,
+        ProgressDisplay(25, output=output, start_step=start, plain_every=10) as display,
+    ):
         for step in range(start + 1, steps + 1):
             evaluated = {"validation_loss": 2.0, "sample": "a [b]\nc"} if step == 13 else {}
             display.update(make_metrics(step, mfu=0.213, **evaluated))
-    stream = console.file
-    assert isinstance(stream, io.StringIO)
-    return stream.getvalue()
+    return screen.getvalue()
 
 
 def test_without_a_terminal_plain_lines_come_now_and_then() -> None:

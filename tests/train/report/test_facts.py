@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.loader import Loader, Source, open_source
+from data.loader import Loader, Source, open_sources
 from data.store import TokenStore
 from data.tokenizer import EOS, load_tokenizer
 from tests.data.corpora import byte_tokenizer, write_corpus
@@ -20,7 +20,7 @@ def open_corpus(folder: Path, texts: list[str], *, weight: float = 1.0) -> Sourc
     eos = tokenizer.token_to_id(EOS)
     documents = [[*tokenizer.encode(text).ids, eos] for text in texts]
     store = write_corpus(folder, [documents], vocab_size=259, tokenizer=path.read_text())
-    return open_source(store, weight=weight, fraction=0.0, seed=0)
+    return open_sources([store], weights=[weight], fraction=0.0, seed=0)[0]
 
 
 def test_a_token_of_a_byte_is_a_byte_but_for_the_ends(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_sources_count_by_their_weight(tmp_path: Path) -> None:
 
 def test_a_sample_of_a_large_corpus_is_near_the_whole(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
-    source = open_source(TokenStore.open(corpus), weight=1.0, fraction=0.0, seed=0)
+    source = open_sources([TokenStore.open(corpus)], weights=[1.0], fraction=0.0, seed=0)[0]
     text = sum(path.stat().st_size for path in (tmp_path / "library").iterdir())
     whole = text / source.store.manifest.tokens
     assert bytes_per_token(Loader([source], seed=0)) == pytest.approx(whole, rel=0.05)
@@ -45,7 +45,7 @@ def test_a_sample_of_a_large_corpus_is_near_the_whole(tmp_path: Path) -> None:
 
 def test_without_a_tokenizer_nothing_is_known(tmp_path: Path) -> None:
     store = write_corpus(tmp_path, [[[1, 2, 3]]])
-    loader = Loader([open_source(store, weight=1.0, fraction=0.0, seed=0)], seed=0)
+    loader = Loader([open_sources([store], weights=[1.0], fraction=0.0, seed=0)[0]], seed=0)
     assert bytes_per_token(loader) is None
 
 
