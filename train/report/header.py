@@ -16,6 +16,9 @@ Tile = tuple[str, str | None, str]
 TOLD = ("parameters", "active_parameters", "unigram_entropy", "training_tokens", "bytes_per_token", "started")
 """Facts that the tiles tell."""
 
+FIRST = ("ranks", "device", "precision", "matmul_flops_per_second", "versions")
+"""Facts that the line above the tiles begins with."""
+
 
 def make_header(name: str, bins: Sequence[Bin], facts: dict[str, Any], *, recent: Sequence[float]) -> str:
     """Title, facts and tiles.
@@ -31,7 +34,8 @@ def make_header(name: str, bins: Sequence[Bin], facts: dict[str, Any], *, recent
         for label, value, note in [*_losses(bins, facts, recent), *_sizes(bins, facts)]
         if value is not None
     )
-    others = " · ".join(_fact(key, value) for key, value in facts.items() if key not in TOLD and value is not None)
+    listed = sorted(facts.items(), key=lambda fact: FIRST.index(fact[0]) if fact[0] in FIRST else len(FIRST))
+    others = " · ".join(_fact(key, value) for key, value in listed if key not in TOLD and value is not None)
     return f'<header><h1>{html.escape(name)}</h1><p class="facts">{others}</p></header><dl class="tiles">{shown}</dl>'
 
 
@@ -117,10 +121,11 @@ def count_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """The two largest of days, hours, minutes and seconds."""
+    """The largest of days, hours, minutes and seconds, and the next one where there are fewer than ten of it."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
     first = next((index for index, (value, _) in enumerate(parts) if value), 3)
-    return " ".join(f"{value} {unit}" for value, unit in parts[first : first + 2])
+    shown = 2 if parts[first][0] < 10 else 1
+    return " ".join(f"{value} {unit}" for value, unit in parts[first : first + shown])

@@ -13,6 +13,7 @@ import pytest
 
 import train.report.page
 from train.report import write_report
+from train.report.header import duration_text
 from train.report.page import smooth
 
 
@@ -263,13 +264,22 @@ def test_a_long_run_has_a_smoothed_line_and_a_small_page(tmp_path: Path) -> None
     assert path.stat().st_size < 1_000_000
     page = path.read_text("utf-8")
     assert ">smoothed</text>" in chart_of(page, "Loss")
-    assert "Smoothed: mean over 703 neighbouring steps." in page
+    assert "Smoothed over 958 neighbouring steps." in page
 
 
 def test_smoothing_neither_shifts_a_slope_nor_its_ends() -> None:
     slope = [0.5 * place for place in range(50)]
     assert smooth(slope, half=7) == pytest.approx(slope, rel=1e-12)
     assert smooth([1.0, -1.0] * 20, half=2)[2:-2] == pytest.approx([0.2, -0.2] * 18, rel=1e-12)
+    assert smooth([2.5], half=5) == [2.5]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (1430, "23 min"), (3 * 3600 + 61, "3 h 1 min"), (9e5, "10 d")],
+)
+def test_durations_have_at_most_two_units(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
 
 
 def test_logarithmic_axes_have_marks(full_page: str) -> None:
