@@ -53,7 +53,9 @@ def full_run(folder: Path, *, steps: int = 40) -> Path:
         "parameters": 28_400_000,
         "training_tokens": 1_310_720,
         "bytes_per_token": 3.25,
-        "started": "2031-03-05T07:09:11+00:00",
+        "begun": "2031-03-05T08:09:11+01:00",
+        "started": "2031-04-06T08:09:11+0100",
+        "user": "alice",
         "versions": "perilune 0.1.0, torch 2.13.0, Python 3.12.1",
         "matmul_flops_per_second": 1.5e11,
         "active_parameters": 11_200_000,
@@ -129,8 +131,15 @@ def test_the_header_is_in_units_that_a_reader_knows(full_page: str) -> None:
         "training took": ("1 min 0 s", "begun 05 Mar 2031, 07:09 UTC"),
     }
     facts = full_page[full_page.index('<p class="facts">') : full_page.index("</header>")]
+    assert "alice" not in facts
     for text in ("<b>2</b> ranks", "matrix products <b>150 GFLOP/s</b>", "<b>perilune 0.1.0, torch 2.13.0, Python 3.1"):
         assert text in facts, text
+
+
+def test_versions_may_be_told_by_package(tmp_path: Path) -> None:
+    facts = {"versions": {"python": "3.12.1", "torch": "2.13.0", "cuda": None}}
+    page = write_report(make_run(tmp_path / "run", [make_record(1)], facts=facts)).read_text("utf-8")
+    assert '<p class="facts"><b>python 3.12.1, torch 2.13.0</b></p>' in page
 
 
 def test_without_validation_the_header_says_that_it_is_of_training(tmp_path: Path) -> None:
