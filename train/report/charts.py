@@ -112,6 +112,10 @@ def line_chart(
             axes.set_ylim(0, 1.08 * largest)
         if tokens is not None and len(tokens[0]) > 1:
             _add_tokens(axes, *tokens)
+        if len(lines) > 1 and tokens is not None:
+            # Room for the legend, since the axis above is full.
+            low, high = axes.get_ylim()
+            axes.set_ylim(low, high + 0.14 * (high - low))
         if len(lines) > 1:
             place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0)} if tokens is None else {"loc": "upper right"}
             axes.legend(**place, ncols=len(lines), frameon=False, handlelength=1.4, columnspacing=1.2)
@@ -270,7 +274,7 @@ def _draw(axes: Axes, line: Line) -> None:
         label=line.label,
         linestyle=(0, (4, 3)) if line.dashed else "-",
         linewidth=0.8 if line.faint else 1.2 if line.dashed else 1.7,
-        alpha=0.45 if line.faint else 1.0,
+        alpha=0.6 if line.faint else 1.0,
         marker="o" if line.marked or len(line.x) == 1 else None,
         markersize=4.5,
     )

@@ -30,13 +30,13 @@ def read_facts(run_dir: Path) -> dict[str, Any]:
 
 
 def run_facts(run_dir: Path) -> dict[str, str]:
-    """When the run in this folder began, as of its first leg (ISO 8601, UTC), and the versions of the present leg."""
-    started = read_facts(run_dir).get("started") or datetime.now(UTC).isoformat(timespec="seconds")
+    """When the run in this folder began, with its first leg (ISO 8601, UTC), and the versions of the present leg."""
+    begun = read_facts(run_dir).get("begun") or datetime.now(UTC).isoformat(timespec="seconds")
     try:
         own = f"perilune {version('perilune')}, "
     except PackageNotFoundError:
         own = ""
-    return {"started": started, "versions": f"{own}torch {torch.__version__}, Python {platform.python_version()}"}
+    return {"begun": begun, "versions": f"{own}torch {torch.__version__}, Python {platform.python_version()}"}
 
 
 def bytes_per_token(loader: Loader) -> float | None:

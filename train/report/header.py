@@ -3,7 +3,7 @@
 import html
 import math
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,14 @@ from train.report.summary import Bin, Range
 Tile = tuple[str, str | None, str]
 """Label, value (None: not known, left out), and what the value is counted in."""
 
-TOLD = ("parameters", "active_parameters", "unigram_entropy", "training_tokens", "bytes_per_token", "started")
+TOLD = ("parameters", "active_parameters", "unigram_entropy", "training_tokens", "bytes_per_token", "begun")
 """Facts that the tiles tell."""
+
+PRIVATE = ("command", "folder", "pid", "started", "user")
+"""Facts of one start and whoever made it: in the run folder, and not on a page that is mailed."""
+
+FIRST = ("ranks", "device", "precision", "matmul_flops_per_second", "versions")
+"""Facts that the line above the tiles begins with."""
 
 
 def make_header(name: str, bins: Sequence[Bin], facts: dict[str, Any], *, recent: Sequence[float]) -> str:
@@ -31,7 +37,8 @@ def make_header(name: str, bins: Sequence[Bin], facts: dict[str, Any], *, recent
         for label, value, note in [*_losses(bins, facts, recent), *_sizes(bins, facts)]
         if value is not None
     )
-    others = " · ".join(_fact(key, value) for key, value in facts.items() if key not in TOLD and value is not None)
+    listed = sorted(facts.items(), key=lambda fact: FIRST.index(fact[0]) if fact[0] in FIRST else len(FIRST))
+    others = " · ".join(_fact(key, value) for key, value in listed if key not in TOLD + PRIVATE and value is not None)
     return f'<header><h1>{html.escape(name)}</h1><p class="facts">{others}</p></header><dl class="tiles">{shown}</dl>'
 
 
@@ -67,14 +74,14 @@ def _sizes(bins: Sequence[Bin], facts: dict[str, Any]) -> list[Tile]:
             "parameters" if active is None else f"parameters, {count_text(active)} active",
         ),
         ("speed", count_text(float(np.median(rates))) if rates else None, "tokens/s, median"),
-        ("training took", None if spent is None else duration_text(spent.total), _since(facts.get("started"))),
+        ("training took", None if spent is None else duration_text(spent.total), _since(facts.get("begun"))),
     ]
 
 
-def _since(started: Any) -> str:
+def _since(begun: Any) -> str:
     """When the run began, to the minute."""
     try:
-        return f"begun {datetime.fromisoformat(started):%d %b %Y, %H:%M} UTC"
+        return f"begun {datetime.fromisoformat(begun).astimezone(UTC):%d %b %Y, %H:%M} UTC"
     except (TypeError, ValueError):
         return ""
 
@@ -95,6 +102,8 @@ def _perplexity(loss: float) -> str:
 def _fact(key: str, value: Any) -> str:
     if key == "matmul_flops_per_second":
         return f"matrix products <b>{_rate_text(value)}</b>"
+    if isinstance(value, dict):
+        value = ", ".join(f"{name} {part}" for name, part in value.items() if part is not None)
     if key in ("device", "precision", "versions"):
         return f"<b>{html.escape(str(value))}</b>"
     if key == "ranks":
@@ -117,10 +126,11 @@ def count_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """The two largest of days, hours, minutes and seconds."""
+    """The largest of days, hours, minutes and seconds, and the next one where there are fewer than ten of it."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
     first = next((index for index, (value, _) in enumerate(parts) if value), 3)
-    return " ".join(f"{value} {unit}" for value, unit in parts[first : first + 2])
+    shown = 2 if parts[first][0] < 10 else 1
+    return " ".join(f"{value} {unit}" for value, unit in parts[first : first + shown])

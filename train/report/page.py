@@ -41,6 +41,9 @@ REPORT_FILE = "report.html"
 RECENT = 10
 """Steps whose mean is shown as the training loss: one alone is a matter of luck."""
 
+LEAST_REACH = 5
+"""Points to each side over which a loss is smoothed, at least."""
+
 MOST_SAMPLES = 30
 MOST_SKIPPED_ROWS = 100
 
@@ -164,16 +167,16 @@ def _curves(bins: Sequence[Bin], facts: dict[str, Any]) -> list[str]:
 
 
 def _loss(bins: Sequence[Bin], facts: dict[str, Any]) -> list[str]:
-    """The chart of losses: each step pale, their mean over neighbouring steps, validation, what token counts reach."""
+    """The chart of losses: each step pale, the same smoothed, validation, what token counts reach."""
     training, validation = Series.of(bins, "loss"), Series.of(bins, "validation_loss")
     lines, note = [], ""
     if training.x:
-        half = len(training.x) // 60
+        half = max(LEAST_REACH, len(training.x) // 40) if len(training.x) > 4 * LEAST_REACH else 0
         lines.append(training.line("training", faint=half > 0))
         if half:
             lines.append(Line(label="smoothed", x=training.x, y=smooth(training.y, half=half)))
             steps = round((2 * half + 1) * (bins[-1].last - bins[0].first + 1) / len(bins))
-            note = f"Smoothed: mean over {steps:,} neighbouring steps."
+            note = f"Smoothed over {steps:,} neighbouring steps."
     if validation.x:
         lines.append(validation.line("validation", colour=SERIES_2, marked=len(validation.x) <= 60))
     entropy = facts.get("unigram_entropy")
@@ -189,12 +192,16 @@ def _loss(bins: Sequence[Bin], facts: dict[str, Any]) -> list[str]:
 
 
 def smooth(values: Sequence[float], *, half: int) -> list[float]:
-    """Mean over ``half`` neighbours to each side; over as many as both sides have towards the ends, so that a slope
-    stays where it is."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    place = np.arange(len(values))
-    reach = np.minimum(half, np.minimum(place, len(values) - 1 - place))
-    return ((sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1)).tolist()
+    """At each place the straight line that fits its ``half`` neighbours to each side best: a slope stays where it is,
+    at the ends too, where a mean would lag behind."""
+    found = []
+    for place in range(len(values)):
+        near = np.asarray(values[max(0, place - half) : place + half + 1])
+        at = np.arange(len(near)) - min(place, half)
+        centred = at - at.mean()
+        slope = (centred @ near) / max(centred @ centred, 1.0)
+        found.append(float(near.mean() - slope * at.mean()))
+    return found
 
 
 def _both(draw: Callable[[float], str]) -> str:

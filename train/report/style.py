@@ -24,7 +24,8 @@ h2 { font-size: 14px; font-weight: 600; margin: 0 0 6px; }
 .tile, .card { background: var(--card); border: 1px solid var(--grid); border-radius: 10px; }
 .tile { padding: 12px 14px; }
 .tile dt, .tile small { color: var(--muted); font-size: 12px; display: block; }
-.tile dd { margin: 2px 0 0; font-size: 22px; font-weight: 600; letter-spacing: -0.01em; }
+.tile dd { margin: 2px 0 0; font-size: 20px; font-weight: 600; letter-spacing: -0.01em;
+  white-space: nowrap; }
 .grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
 .card { margin: 0; padding: 14px 16px; min-width: 0; } .wide { grid-column: 1 / -1; }
 .card svg { display: block; width: 100%; height: auto; }

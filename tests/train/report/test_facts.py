@@ -58,7 +58,7 @@ def test_facts_that_are_none_are_left_out(tmp_path: Path, content: str | None) -
 
 def test_a_resumed_run_began_when_its_first_leg_did(tmp_path: Path) -> None:
     first = run_facts(tmp_path)
-    assert first["started"].endswith("+00:00")
+    assert first["begun"].endswith("+00:00")
     assert "torch 2." in first["versions"]
-    (tmp_path / "facts.json").write_text(json.dumps(first | {"started": "2031-03-05T07:09:11+00:00"}))
-    assert run_facts(tmp_path)["started"] == "2031-03-05T07:09:11+00:00"
+    (tmp_path / "facts.json").write_text(json.dumps(first | {"begun": "2031-03-05T07:09:11+00:00"}))
+    assert run_facts(tmp_path)["begun"] == "2031-03-05T07:09:11+00:00"

@@ -13,6 +13,7 @@ import pytest
 
 import train.report.page
 from train.report import write_report
+from train.report.header import duration_text
 from train.report.page import smooth
 
 
@@ -52,7 +53,9 @@ def full_run(folder: Path, *, steps: int = 40) -> Path:
         "parameters": 28_400_000,
         "training_tokens": 1_310_720,
         "bytes_per_token": 3.25,
-        "started": "2031-03-05T07:09:11+00:00",
+        "begun": "2031-03-05T08:09:11+01:00",
+        "started": "2031-04-06T08:09:11+0100",
+        "user": "alice",
         "versions": "perilune 0.1.0, torch 2.13.0, Python 3.12.1",
         "matmul_flops_per_second": 1.5e11,
         "active_parameters": 11_200_000,
@@ -128,8 +131,15 @@ def test_the_header_is_in_units_that_a_reader_knows(full_page: str) -> None:
         "training took": ("1 min 0 s", "begun 05 Mar 2031, 07:09 UTC"),
     }
     facts = full_page[full_page.index('<p class="facts">') : full_page.index("</header>")]
+    assert "alice" not in facts
     for text in ("<b>2</b> ranks", "matrix products <b>150 GFLOP/s</b>", "<b>perilune 0.1.0, torch 2.13.0, Python 3.1"):
         assert text in facts, text
+
+
+def test_versions_may_be_told_by_package(tmp_path: Path) -> None:
+    facts = {"versions": {"python": "3.12.1", "torch": "2.13.0", "cuda": None}}
+    page = write_report(make_run(tmp_path / "run", [make_record(1)], facts=facts)).read_text("utf-8")
+    assert '<p class="facts"><b>python 3.12.1, torch 2.13.0</b></p>' in page
 
 
 def test_without_validation_the_header_says_that_it_is_of_training(tmp_path: Path) -> None:
@@ -263,13 +273,22 @@ def test_a_long_run_has_a_smoothed_line_and_a_small_page(tmp_path: Path) -> None
     assert path.stat().st_size < 1_000_000
     page = path.read_text("utf-8")
     assert ">smoothed</text>" in chart_of(page, "Loss")
-    assert "Smoothed: mean over 703 neighbouring steps." in page
+    assert "Smoothed over 958 neighbouring steps." in page
 
 
 def test_smoothing_neither_shifts_a_slope_nor_its_ends() -> None:
     slope = [0.5 * place for place in range(50)]
     assert smooth(slope, half=7) == pytest.approx(slope, rel=1e-12)
     assert smooth([1.0, -1.0] * 20, half=2)[2:-2] == pytest.approx([0.2, -0.2] * 18, rel=1e-12)
+    assert smooth([2.5], half=5) == [2.5]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (1430, "23 min"), (3 * 3600 + 61, "3 h 1 min"), (9e5, "10 d")],
+)
+def test_durations_have_at_most_two_units(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
 
 
 def test_logarithmic_axes_have_marks(full_page: str) -> None:
