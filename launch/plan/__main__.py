@@ -25,13 +25,13 @@ from configs.schema import RunConfig, validate
 from launch.plan.memory import Memory, memory_of
 from launch.plan.step import StepPlan, held_by_busiest
 from launch.plan.traffic import Moved, step_traffic
-from launch.shrink import ranks_of
 from launch.train import complain
 from model.config import ModelConfig
 from model.flops import forward_flops, training_flops
 from model.kimi import KimiModel
 from parallel.pipeline.schedule import SPLIT_COSTS, UNSPLIT_COSTS, make_schedule, simulate, splits_weights
 from train.build import DTYPES
+from train.proof.shrink import ranks_of
 
 USAGE = """usage: python -m launch.plan [KEY=VALUE ...] [--ranks N] [--device cuda|cpu]
 
