@@ -115,13 +115,14 @@ def parse(arguments: Sequence[str]) -> Request:
 def make_plan(config: RunConfig, *, ranks: int, device: str) -> StepPlan:
     """The step that a config, free of errors, describes for so many ranks."""
     dp = config.parallel.resolved_dp(ranks)
+    microbatch = config.batch.microbatch_of(dp=dp, pp=config.parallel.pp)
     return StepPlan(
         model=config.model,
         parallel=config.parallel,
         world_size=ranks,
         length=config.batch.length,
-        rows=config.batch.microbatch,
-        microbatches=config.batch.sequences // (dp * config.batch.microbatch),
+        rows=microbatch,
+        microbatches=config.batch.sequences // (dp * microbatch),
         dtype=DTYPES[config.train.precision],
         loss_chunk=config.train.loss_chunk,
         recompute=config.recompute.policy,
