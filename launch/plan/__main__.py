@@ -27,12 +27,12 @@ from launch.failures import UNUSABLE, complain
 from launch.plan.memory import Memory, memory_of
 from launch.plan.step import StepPlan, held_by_busiest
 from launch.plan.traffic import Moved, step_traffic
-from launch.shrink import ranks_of
 from model.config import ModelConfig
 from model.flops import forward_flops, training_flops
 from model.kimi import KimiModel
 from parallel.pipeline.schedule import SPLIT_COSTS, UNSPLIT_COSTS, make_schedule, simulate, splits_weights
 from train.build import DTYPES
+from train.proof.shrink import ranks_of
 
 USAGE = """usage: python -m launch.plan [KEY=VALUE ...] [--ranks N] [--device cuda|cpu]
 
@@ -117,13 +117,14 @@ def parse(arguments: Sequence[str]) -> Request:
 def make_plan(config: RunConfig, *, ranks: int, device: str) -> StepPlan:
     """The step that a config, free of errors, describes for so many ranks."""
     dp = config.parallel.resolved_dp(ranks)
+    microbatch = config.batch.microbatch_of(dp=dp, pp=config.parallel.pp)
     return StepPlan(
         model=config.model,
         parallel=config.parallel,
         world_size=ranks,
         length=config.batch.length,
-        rows=config.batch.microbatch,
-        microbatches=config.batch.sequences // (dp * config.batch.microbatch),
+        rows=microbatch,
+        microbatches=config.batch.sequences // (dp * microbatch),
         dtype=DTYPES[config.train.precision],
         loss_chunk=config.train.loss_chunk,
         recompute=config.recompute.policy,

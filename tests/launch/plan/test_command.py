@@ -13,7 +13,7 @@ from launch.plan.memory import memory_of
 from launch.plan.step import held_by, held_by_busiest
 from launch.plan.traffic import step_traffic
 from model.flops import forward_flops
-from tests.launch.test_shrink import MODELS
+from tests.train.proof.test_shrink import MODELS
 
 ROOT = Path(__file__).parents[3]
 MESH = ["parallel.pp=2", "parallel.cp=2", "parallel.dp=2", "parallel.ep=2"]
