@@ -6,6 +6,9 @@ The pair that makes a token is the one that is left of its bytes after all merge
 borders can have come before, since a border that is gone does not come back, so inside them everything went as if the
 token stood alone. One pair per token therefore gives the same ids.
 
+Kimi's own code also cuts runs of more than 25,000 characters without, or of nothing but, white space, and texts of more
+than 400,000, before tiktoken sees them; here a text is whole.
+
 The tokens above the last rank are named in the ``tokenizer_config.json`` beside it. Pattern, 256 reserved tokens and
 their names are those of Kimi K2, Kimi Linear and Kimi K3, which share one vocabulary.
 """

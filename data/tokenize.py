@@ -57,6 +57,8 @@ from data.tokenizer import MIN_VOCAB_SIZE, read_tokenizer, train_bpe
 
 BYTES_PER_TOKEN = 4
 """How much text is taken to give one token when shards are planned; their true sizes follow the text."""
+MANY_REPLACED = 20
+"""One document in so many with replaced text is more than damage."""
 TRAINING_BYTES = 2**25
 """Text that a tokenizer is trained on, from units spread over all sources."""
 UNFINISHED = "unfinished"
@@ -176,7 +178,7 @@ def tokenize(options: Options, out: Path, *, workers: int = 1, console: Console 
             ]
             _run(jobs, workers=workers, console=console)
             manifest = _finish(jobs, options, plan, out)
-        except BaseException:
+        except InputError:
             if not _has_shards(unfinished):
                 _vacate(out, before=before)
             raise
@@ -455,8 +457,8 @@ def _only_writer(path: Path, out: Path) -> Iterator[None]:
         raise InputError(f"--out={out}: another process is writing there; wait for it or choose another") from None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+def _parse(arguments: Sequence[str] | None) -> tuple[Options, str, int]:
+    """Options, output folder as it was given, and workers."""
     parser = argparse.ArgumentParser(prog="python -m data.tokenize", description="Tokenise text for training.")
     parser.add_argument("--source", action="append", default=[], help="file, folder, glob or hub:NAME[:CONFIG][:SPLIT]")
     parser.add_argument("--tokenizer", help="tokenizer.json, Kimi's tiktoken.model, a folder with one, or a hub name")
@@ -485,20 +487,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suffixes=tuple(given.suffix),
         encoding=given.encoding,
     )
+    return options, given.out, given.workers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    options, out, workers = _parse(arguments)
     console = Console(stderr=True, highlight=False)
     try:
         # As it was given: a Path has lost a slash of an address.
-        if (problem := place_error("--out", given.out)) is not None:
+        if (problem := place_error("--out", out)) is not None:
             raise InputError(problem)
+        if not out.strip():
+            raise InputError("--out: is empty; name a folder for the corpus")
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", soft_wrap=True)
-            manifest = tokenize(options, Path(given.out).expanduser(), workers=given.workers, console=console)
+            warnings.showwarning = lambda message, *_, **__: console.print(
+                f"warning: {message}", soft_wrap=True, markup=False
+            )
+            manifest = tokenize(options, Path(out).expanduser(), workers=workers, console=console)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         print(
-            f"error: {error.filename or given.out}: {error.strerror or error}; put that right and run the same command "
+            f"error: {error.filename or out}: {error.strerror or error}; put that right and run the same command "
             "again, it goes on from the finished shards",
             file=sys.stderr,
         )
@@ -510,8 +522,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130
     counts = manifest.counts
+    if counts.replaced * MANY_REPLACED > manifest.documents:
+        console.print(
+            f"warning: {counts.replaced:,} of {manifest.documents:,} documents had bytes that are not UTF-8; if they "
+            "are text of another encoding, make the corpus again with --encoding",
+            soft_wrap=True,
+            markup=False,
+        )
     print(
-        f"{given.out}: {manifest.documents:,} documents, {manifest.tokens:,} tokens ({manifest.dtype}) in "
+        f"{out}: {manifest.documents:,} documents, {manifest.tokens:,} tokens ({manifest.dtype}) in "
         f"{len(manifest.shards)} shards; skipped {counts.empty} empty and {counts.missing} without text; "
         f"replaced invalid text in {counts.replaced}; {manifest.copies or 0:,} are copies of others"
     )

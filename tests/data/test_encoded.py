@@ -337,6 +337,19 @@ def test_file_addresses(tmp_path: Path, tokenizer: Path) -> None:
         read(tmp_path, tokenizer, f"file://{tmp_path}")
 
 
+@pytest.mark.parametrize("foreign", [1, 30])
+def test_lines_of_another_encoding_far_from_the_beginning(
+    tmp_path: Path, tokenizer: Path, foreign: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beyond what is looked at first they are replaced and counted, and many are warned of."""
+    row = json.dumps({"text": SENTENCE}, ensure_ascii=False).encode("latin-1")
+    source = lines(tmp_path / "in.jsonl", *({"text": "x" * 1000} for _ in range(100)), *[row] * foreign)
+    assert main(["--source", source, "--tokenizer", str(tokenizer), "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr()
+    assert f"replaced invalid text in {foreign};" in shown.out
+    assert ("warning: 30 of 130 documents had bytes that are not UTF-8" in shown.err) == (foreign == 30)
+
+
 def test_damage_among_lines_is_replaced_and_counted(tmp_path: Path, tokenizer: Path) -> None:
     source = lines(tmp_path / "in.jsonl", *([b'{"text": "a\xacb"}'] * 3), *({"text": text} for text in TEXTS))
     manifest = tokenize(options(source, tokenizer=tokenizer), tmp_path / "out")

@@ -706,6 +706,12 @@ class TestCommand:
         assert all(problem in shown for problem in problems)
         assert not (tmp_path / "out").exists()
 
+    @pytest.mark.parametrize("out", ["", " "])
+    def test_no_folder(self, tokenizer: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """The present folder is a folder too, and nobody has named it."""
+        assert main(["--source", __file__, "--tokenizer", str(tokenizer), "--out", out]) == 1
+        assert capsys.readouterr().err == "error: --out: is empty; name a folder for the corpus\n"
+
     def test_folder_that_cannot_be_written(
         self, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

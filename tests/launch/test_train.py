@@ -173,6 +173,23 @@ def test_a_checkpoint_from_before_the_data_was_named_still_loads(tmp_path: Path,
     assert state(tmp_path, 4)["data"] == [read_manifest(corpus).content_hash]
 
 
+def test_a_checkpoint_of_an_older_order_of_samples_is_refused(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before orders had versions: its position would point at other samples."""
+    assert main(overrides(tmp_path, corpus, "train.steps=2")) == 0
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    old = json.loads((folder / "state.json").read_text())
+    del old["position"]["order"]
+    (folder / "state.json").write_text(json.dumps(old))
+    sealed = json.loads((folder / staging.MANIFEST).read_text())["files"]
+    staging.seal(folder, step=2, files={name: staging.describe_file(folder / name) for name in sealed})
+    assert main(overrides(tmp_path, corpus, "train.steps=4")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is of order 1, and this version draws samples in order 2" in line
+    assert line.endswith("set another run.dir to begin anew")
+
+
 def test_a_folder_whose_config_is_gone_is_refused(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
