@@ -51,7 +51,7 @@ def test_every_parameter_of_kimi_k3_has_its_part() -> None:
 
 
 def test_it_prints_what_the_formulas_say(capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [*MESH, "batch.sequences=8", "train.precision=bf16", "recompute.offload=true"]
+    overrides = [*MESH, "batch.sequences=8", "batch.microbatch=4", "train.precision=bf16", "recompute.offload=true"]
     assert main([*overrides, "--ranks", "8"]) == 0
     output = capsys.readouterr().out
     plan = make_plan(compose_config(overrides), ranks=8, device="cuda")
