@@ -96,7 +96,9 @@ def differences(saved: dict[str, Any], config: RunConfig, *, steps: int) -> tupl
         elif not meaning or key in getattr(sections[section], "FREE_AT_RESUME", ()):
             allowed.append(line)
         else:
-            refused.append(f"{line}  ({meaning})")
+            # Whoever left a value to "auto" has nothing to take back: the key that keeps the run as it is.
+            remedy = f"; {name}={old} keeps it" if name == "train.precision" else ""
+            refused.append(f"{line}  ({meaning}){remedy}")
     return allowed, refused
 
 
