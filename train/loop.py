@@ -10,7 +10,8 @@ import torch.distributed as dist
 from data.loader import Microbatch
 from parallel.replicas import replica_faults
 from train.balance import expert_balance
-from train.build import Run, checkpoint_tensors
+from train.build import Run
+from train.checkpoint.contents import checkpoint_tensors
 from train.evaluate import sample_text, validation_loss
 from train.metrics import StepMetrics, reduce_over_ranks
 from train.phases import learning_rate_factor
@@ -41,6 +42,7 @@ def train(run: Run, *, on_step: Callable[[StepMetrics], None] | None = None) -> 
                 on_step(metrics)
             if metrics.validation_loss is not None:
                 write_files(run)
+            run.checkpoints.check()
             check_health(run)
             check_replicas(run)
             if due(run.checkpoint.every, run.progress.step) or run.progress.step == run.train.steps:
@@ -215,9 +217,10 @@ def save(run: Run) -> None:
     """Checkpoint the run as it is after the step just done, unless its routing is forced."""
     if not run.routing.saves:
         return
-    # First, so that no checkpoint is ahead of it.
+    # First, so that no checkpoint is ahead of them.
     if run.recorder is not None:
         run.recorder.write()
+    run.trackers.sync()
     run.checkpoints.save(
         run.progress.step,
         tensors=checkpoint_tensors(run.model, dp=run.dp, optimizer=run.optimizer, mesh=run.mesh),

@@ -33,7 +33,8 @@ from parallel.pipeline.layout import make_layout
 from parallel.pipeline.runtime import Pipeline
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice, parameter_specs
-from train.build import build_model, build_optimizer, checkpoint_tensors
+from train.build import build_model, build_optimizer
+from train.checkpoint.contents import checkpoint_tensors
 from train.step import Stepper, StepResult
 
 SEED = 0

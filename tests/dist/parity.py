@@ -14,8 +14,8 @@ from data.loader import DataPosition
 from parallel.mesh import Mesh, ParallelConfig, make_mesh
 from parallel.sharding import TensorSlice
 from tests.dist.ranks import RankPool
-from train.build import Progress, checkpoint_tensors, resume
 from train.checkpoint import CheckpointStore
+from train.checkpoint.contents import Progress, checkpoint_tensors, resume
 from train.parity import Case, Outcome, Rig, build, compare, held, join, merge, train, train_alone, train_on_mesh
 
 __all__ = ["Case", "Outcome", "check_parity", "gather", "load_rank", "run_alone", "run_on_mesh", "save_rank"]

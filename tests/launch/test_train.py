@@ -14,8 +14,7 @@ from data.manifest import read_manifest
 from launch.train import main, too_little_memory
 from tests.data.corpora import write_corpus
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
-from train import staging
-from train.checkpoint import CheckpointStore
+from train.checkpoint import CheckpointStore, staging
 from train.run_folder import RunLock
 
 pytestmark = pytest.mark.slow  # whole runs
