@@ -217,6 +217,8 @@ def build_run(
         timeout=checkpoint.timeout,
         retries=checkpoint.retries,
     )
+    if routing.saves:
+        store.rehearse()
     torch.manual_seed(seed_from_name(settings.seed, f"rank {mesh.world.rank}"))
     progress = resume(store, model, dp=dp, optimizer=optimizer, mesh=mesh) or Progress(loader.start())
     check_data(progress, loader)

@@ -93,7 +93,7 @@ def _describe(error: BaseException, *, rank: int, verb: str, folder: Path) -> _F
     root = root_cause(error)
     line = ((str(root) or type(root).__name__).strip().splitlines() or [type(root).__name__])[0]
     if isinstance(root, OSError):
-        line = (root.strerror or line) + REMEDIES.get(root.errno or 0, "")
+        line = (root.strerror or line) + REMEDIES.get(root.errno or 0, "; look at the storage, or set another run.dir")
     if verb == "save":
         line += " (older checkpoints are untouched)"
     return _Failure(rank, f"checkpoint {folder}: {verb} failed on rank {rank}: {line}", isinstance(root, OSError))

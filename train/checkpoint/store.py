@@ -129,6 +129,27 @@ class CheckpointStore:
         else:
             self._pending = self._executor.submit(self._save, step, snapshot, text)
 
+    def rehearse(self) -> None:
+        """Do on a small scale what a save does with the folder, so that storage without it is refused now. Collective.
+
+        Nothing stays but the folder of the checkpoints.
+
+        Raises:
+            CheckpointError: the first save would fail.
+        """
+        self._ranks.on_first("rehearsal", self._root, self._rehearse)
+
+    def _rehearse(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        staging.remove_abandoned(self._root)
+        staged = self._root / staging.staging_name(0, secrets.token_hex(4))
+        staged.mkdir()
+        try:
+            staging.seal(staged, step=0, files={STATE: staging.write_durable(staged / STATE, "{}\n")})
+            staged = staged.rename(self._root / staging.staging_name(0, secrets.token_hex(4)))
+        finally:
+            staging.remove(staged)
+
     def check(self) -> None:
         """Notice a save that failed in the background; called by all ranks as often, after every step.
 
