@@ -13,7 +13,8 @@ from data.loader import Microbatch
 from parallel.collectives import gather_objects
 from parallel.replicas import replica_faults
 from train.balance import expert_balance
-from train.build import Run, checkpoint_tensors
+from train.build import Run
+from train.checkpoint.contents import checkpoint_tensors
 from train.evaluate import sample_text, validation_loss
 from train.metrics import StepMetrics, reduce_over_ranks
 from train.phases import learning_rate_factor
@@ -94,6 +95,7 @@ def train_steps(run: Run, *, on_step: Callable[[StepMetrics], None] | None, stop
             on_step(metrics)
         if metrics.validation_loss is not None:
             write_files(run)
+        run.checkpoints.check()
         check_health(run)
         check_replicas(run)
         stopping.step_took(time.monotonic() - began)
@@ -282,9 +284,10 @@ def save(run: Run) -> None:
     """Checkpoint the run as it is after the step just done, unless its routing is forced."""
     if not run.config.routing.saves:
         return
-    # First, so that no checkpoint is ahead of it.
+    # First, so that no checkpoint is ahead of them.
     if run.recorder is not None:
         run.recorder.write()
+    run.trackers.sync()
     run.checkpoints.save(
         run.progress.step,
         tensors=checkpoint_tensors(run.model, dp=run.dp, optimizer=run.optimizer, mesh=run.mesh),

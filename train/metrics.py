@@ -144,6 +144,9 @@ class Tracker(Protocol):
     def log(self, metrics: StepMetrics) -> None:
         """Record one step."""
 
+    def sync(self) -> None:
+        """Make durable what was logged, where the tracker writes files of the run."""
+
     def close(self) -> None:
         """Make durable what was logged, and let go."""
 
@@ -207,6 +210,13 @@ class JsonlTracker:
             self._write()
         except OSError as error:
             logger.warning("%s: writing failed (%s); will be tried again at the next step", self._path, error)
+
+    def sync(self) -> None:
+        try:
+            self._write()
+            os.fsync(self._file)
+        except OSError as error:
+            logger.warning("%s: is not durable (%s); will be tried again", self._path, error)
 
     def close(self) -> None:
         try:
@@ -302,6 +312,9 @@ class TensorBoardTracker:
         if metrics.sample is not None:
             self._writer.add_text("sample", metrics.sample, metrics.step)
 
+    def sync(self) -> None:
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -362,6 +375,9 @@ class WandbTracker:
             values["sample"] = metrics.sample
         self._run.log(values)
 
+    def sync(self) -> None:
+        """wandb sends what it has by itself."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -381,6 +397,9 @@ class TrackerSet:
 
     def log(self, metrics: StepMetrics) -> None:
         self._each("log", metrics)
+
+    def sync(self) -> None:
+        self._each("sync")
 
     def close(self) -> None:
         self._each("close")

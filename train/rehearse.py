@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.collectives import gather_objects
-from train.build import Run, checkpoint_tensors
+from train.build import Run
+from train.checkpoint.contents import checkpoint_tensors
 from train.loop import evaluate
 from train.run_folder import CHECKPOINTS, REMEDIES
 

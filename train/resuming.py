@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from pathlib import Path
 
+from train.checkpoint.staging import list_candidates
 from train.config import RunConfig, differences
 from train.run_folder import CHECKPOINTS, CONFIG_FILE, explained, has_progress, read_config
-from train.staging import list_candidates
 
 
 def check_folder(config: RunConfig) -> list[str]:

@@ -11,6 +11,7 @@ report.html     written at the end and after every evaluation
 import errno
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ FACTS_FILE = "facts.json"
 CHECKPOINTS = "checkpoints"
 ROUTING_FILE = "routing.npz"
 LOCK_FILE = ".lock"
+
+logger = logging.getLogger(__name__)
 
 REMEDIES = {
     errno.ENOSPC: "free disk space",
@@ -101,6 +104,19 @@ def write_text(path: Path, text: str) -> None:
     staged.replace(path)
 
 
+def _open_lock(path: Path) -> int:
+    """A descriptor of the lock file, made with the rights that the user's umask leaves.
+
+    Another user of the folder may have made it for reading only: that suffices for a lock.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        if not path.exists():
+            raise
+        return os.open(path, os.O_RDONLY)
+
+
 class RunLock:
     """Held by rank 0 while it trains: two runs in one folder would interleave their files.
 
@@ -122,7 +138,7 @@ class RunLock:
                 "folder that can be made and written"
             ) from error
         with explained(run_dir):
-            self._file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = _open_lock(run_dir / LOCK_FILE)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -130,6 +146,14 @@ class RunLock:
             raise ValueError(
                 f"run.dir={run_dir}: another run is using this folder; wait for it, stop it, or set another run.dir"
             ) from None
+        except OSError as error:
+            # Storage without locks (Lustre without the option flock, NFS without its lock daemon) trains as well.
+            logger.warning(
+                "run.dir=%s: this file system has no locks (%s); a second run in the folder would not be noticed, so "
+                "start none",
+                run_dir,
+                error.strerror,
+            )
 
     def __enter__(self) -> "RunLock":
         return self

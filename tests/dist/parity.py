@@ -15,9 +15,9 @@ from parallel.config import ParallelConfig
 from parallel.mesh import Mesh, make_mesh
 from parallel.sharding import TensorSlice
 from tests.dist.ranks import RankPool
-from train.build import Progress, checkpoint_tensors, resume
 from train.checkpoint import CheckpointStore
-from train.proof.parity import Case, Outcome, CaseRig, build, compare, held, join, merge, train, train_alone, train_on_mesh
+from train.checkpoint.contents import Progress, checkpoint_tensors, resume
+from train.proof.parity import Case, CaseRig, Outcome, build, compare, held, join, merge, train, train_alone, train_on_mesh
 
 __all__ = ["Case", "Outcome", "check_parity", "gather", "load_rank", "run_alone", "run_on_mesh", "save_rank"]
 

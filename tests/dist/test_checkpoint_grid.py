@@ -28,8 +28,8 @@ from parallel.sharding import TensorSlice
 from tests.dist.parity import Case, gather
 from tests.dist.ranks import RankError, RankPool
 from tests.model.tiny import tiny_model
-from train.build import Progress, checkpoint_tensors, resume
 from train.checkpoint import CheckpointError, CheckpointStore
+from train.checkpoint.contents import Progress, checkpoint_tensors, resume
 from train.proof.parity import build, held, train
 
 pytestmark = pytest.mark.slow  # runs on many meshes

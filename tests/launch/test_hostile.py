@@ -257,10 +257,10 @@ def check_stopped(folder: Path, arguments: list[str]) -> None:
 def test_a_disk_that_fills_on_two_ranks_says_why(tmp_path: Path, corpus: Path) -> None:
     """The launcher ends rank 0 soon after rank 1, whatever rank 0 still has to do."""
     options = ["train.steps=8", "checkpoint.every=1", "checkpoint.asynchronous=false"]
-    fault = """import train.staging
+    fault = """import train.checkpoint.staging
             def full(path, text):
                 raise OSError(28, "No space left on device", str(path))
-            train.staging.write_durable = full
+            train.checkpoint.staging.write_durable = full
             import train.loop, time
             train.loop.write_report = lambda folder: time.sleep(1000)"""
     arguments = overrides(tmp_path / "run", corpus, *options)

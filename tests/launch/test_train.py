@@ -25,8 +25,7 @@ from launch.train import main
 from tests.data.corpora import write_corpus
 from tests.dist.ranks import PATIENCE
 from tests.launch.tiny_run import make_corpus, overrides, read_metrics
-from train import staging
-from train.checkpoint import CheckpointStore
+from train.checkpoint import CheckpointStore, staging
 from train.run_folder import RunLock
 
 pytestmark = pytest.mark.slow  # whole runs

@@ -6,7 +6,8 @@ import pytest
 
 from data.loader import DataConfig, Loader, SourceConfig, open_loader
 from tests.data.corpora import write_corpus
-from train.build import Progress, continue_data, data_identity, data_shares
+from train.build import continue_data, data_identity, data_shares
+from train.checkpoint.contents import Progress
 
 SEED = 3
 

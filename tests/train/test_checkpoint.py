@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.sharding import TensorSlice
 from tests.dist.ranks import RankPool
-from train import staging
-from train.checkpoint import CheckpointConfig, CheckpointError, CheckpointStore
+from train.checkpoint import CheckpointConfig, CheckpointError, CheckpointStore, staging
+from train.checkpoint.staging import FileEntry
 
 
 def sample_tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -105,9 +106,9 @@ def test_later_updates_do_not_leak_into_an_asynchronous_save(tmp_path: Path, mon
     gate = threading.Event()
     write = CheckpointStore._write_tensors
 
-    def write_late(self: CheckpointStore, staged: Path, tensors: dict[str, Tensor]) -> None:
+    def write_late(self: CheckpointStore, staged: Path, tensors: dict[str, TensorSlice]) -> dict[str, FileEntry]:
         assert gate.wait(10)
-        write(self, staged, tensors)
+        return write(self, staged, tensors)
 
     monkeypatch.setattr(CheckpointStore, "_write_tensors", write_late)
     tensors, state = sample_tensors(), {"data": {"position": 5}}
@@ -126,7 +127,7 @@ def test_at_most_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.Monke
     active, most = 0, 0
     write = CheckpointStore._write
 
-    def counted(self: CheckpointStore, step: int, tensors: dict[str, Tensor], state: str) -> None:
+    def counted(self: CheckpointStore, step: int, tensors: dict[str, TensorSlice], state: str) -> None:
         nonlocal active, most
         active += 1
         most = max(most, active)
@@ -264,7 +265,7 @@ def _fail_on_one_rank(root: Path) -> None:
         if rank == 1:
             store._write_tensors = _raise_disk_full  # type: ignore[method-assign]
         else:
-            store._write_tensors = lambda staged, tensors: None  # type: ignore[method-assign]
+            store._write_tensors = lambda staged, tensors: {}  # type: ignore[method-assign]
         store.save(2, tensors=owned(rank), state={})
         with pytest.raises(CheckpointError, match="save failed on rank 1: No space left on device"):
             store.wait()

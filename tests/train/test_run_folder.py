@@ -1,6 +1,7 @@
 """The run folder: its config is there and readable or is missed in one line, and storage that fails is named."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -68,3 +69,54 @@ def test_a_folder_that_cannot_be_made_names_field_path_and_remedy(tmp_path: Path
 def test_what_the_system_refuses_is_said_with_path_and_remedy(tmp_path: Path, error: OSError, said: str) -> None:
     with pytest.raises(OSError, match=f"^run.dir={tmp_path}:{said}"), explained(tmp_path):
         raise error
+
+
+def _errors_of_a_lock() -> list[int]:
+    """Every errno that there is but those that say that somebody else holds the lock."""
+    return sorted(code for code in errno.errorcode if not isinstance(OSError(code, ""), BlockingIOError))
+
+
+def test_storage_without_locks_is_a_warning_whatever_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for code in _errors_of_a_lock():
+
+        def refuse(handle: int, operation: int, *, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        caplog.clear()
+        with RunLock(tmp_path):
+            (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith(f"run.dir={tmp_path}: this file system has no locks ({os.strerror(code)})")
+
+
+def test_a_lock_that_is_held_is_refused_all_the_same(tmp_path: Path) -> None:
+    with RunLock(tmp_path), pytest.raises(ValueError, match="another run is using this folder"):
+        RunLock(tmp_path)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)], ids=oct)
+def test_the_lock_file_has_the_rights_that_the_umask_leaves(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with RunLock(tmp_path):
+            assert (tmp_path / ".lock").stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+
+
+def test_a_lock_file_that_another_user_made_for_reading_only_still_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".lock").touch()
+    open_file = os.open
+
+    def read_only(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_file(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with RunLock(tmp_path), pytest.raises(ValueError, match="another run is using this folder"):
+        RunLock(tmp_path)

@@ -31,7 +31,8 @@ from parallel.config import ParallelConfig
 from parallel.mesh import Mesh, Traffic, make_mesh
 from parallel.recompute import RecomputeConfig
 from parallel.sharding import TensorSlice, parameter_specs
-from train.build import Rig, build_rig, checkpoint_tensors
+from train.build import Rig, build_rig
+from train.checkpoint.contents import checkpoint_tensors
 from train.config import RunConfig
 from train.phases import BatchConfig
 from train.precision import DTYPES
