@@ -206,11 +206,11 @@ def test_what_a_user_can_mend_is_one_line(
     store, failures = two_of_many(record=recorded.append)
     failures[0].training = training
     failures[0].say(raised(error))
-    assert failures[0].status(error) == status
     assert capsys.readouterr().err == said
     # Once.
     failures[0].say(error)
     assert capsys.readouterr().err == ""
+    assert failures[0].status(error) == status
     assert len(recorded) == 1
     assert recorded[0].startswith("Traceback")
 
