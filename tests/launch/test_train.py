@@ -587,11 +587,11 @@ def test_a_disk_that_fills_while_saving_stops_the_run_and_keeps_what_was_saved(
             patch.setattr(train.rehearse, "room_problem", lambda *arguments: None)
             assert main(overrides(folder, corpus, "train.steps=4")) == 1
         assert "No space left on device" in capsys.readouterr().err
-        # So full that not even its config can be written.
+        # So full that the rehearsal of a save is refused.
         (folder / "more").write_bytes(bytes(shutil.disk_usage(folder).free))
         assert main(overrides(folder, corpus, "train.steps=4")) == 1
         error = capsys.readouterr().err
-        assert f"error: run.dir={folder}: No space left on device; free disk space, or set another run.dir" in error
+        assert f"checkpoint {folder / 'checkpoints'}: rehearsal failed on rank 0: No space left on device" in error
         (folder / "ballast").unlink()
         (folder / "more").unlink()
         assert main(overrides(folder, corpus, "train.steps=4")) == 0
