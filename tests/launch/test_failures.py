@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 
 import launch.session
 import train.build
+import train.resuming
 from configs.compose import ConfigError, compose_config
 from configs.schema import RunConfig
 from launch.failures import EdgeError, Failures, edge, is_ours, was_interrupted
@@ -90,7 +91,7 @@ EDGES: dict[str, tuple[str, str]] = {
     "command line": ("launch.session.compose_config", "configuration: "),
     "checks of the config": ("launch.session.validate", "configuration: "),
     "config.yaml of the folder": ("yaml.safe_load", "config.yaml"),
-    "differences to it": ("launch.session.differences", "config.yaml"),
+    "differences to it": ("train.resuming.differences", "config.yaml"),
     "run folder": ("launch.session.RunLock", "run.dir="),
     "data": ("train.build.open_loader", "train/build.py, line "),
     "checkpoints": ("train.build.resume", "train/build.py, line "),
@@ -108,11 +109,11 @@ def test_any_exception_at_an_edge_is_one_line_with_a_status(
     monkeypatch.setattr(launch.session, "compose_config", lambda arguments: config)
     (folder / "config.yaml").write_text("run: {}\n")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    if not target.startswith(("launch.session.differences", "yaml")):
-        monkeypatch.setattr(launch.session, "read_config", lambda folder: None)
-    monkeypatch.setattr(train.build, "matmul_rate", lambda *arguments: 1.0)
+    if not target.startswith(("train.resuming.differences", "yaml")):
+        monkeypatch.setattr(train.resuming, "read_config", lambda folder: None)
+    monkeypatch.setattr(train.build, "matmul_rate", lambda *arguments, **options: 1.0)
     if target.startswith("launch.session.write"):
-        monkeypatch.setattr(launch.session, "build_run", lambda **parts: SimpleNamespace(facts={}))
+        monkeypatch.setattr(launch.session, "build_run", lambda *parts, **places: SimpleNamespace(facts={}))
         monkeypatch.setattr(launch.session, "rehearse", lambda run: None)
         # It asks git.
         monkeypatch.setattr(launch.session, "describe_start", dict)
