@@ -32,7 +32,7 @@ class CheckpointConfig:
             found.append(f"checkpoint.keep={self.keep}: must be at least 1; use 1 to keep only the newest")
         if not 0 < self.timeout <= 1e9:
             found.append(
-                f"checkpoint.timeout={self.timeout}: must lie above 0 and be at most 1e9 seconds; give the slowest rank "
+                f"checkpoint.timeout={self.timeout}: must lie above 0 and be at most 1e9 s; give the slowest rank "
                 "time to write its part, 3600 suffices for most storage"
             )
         if not 0 <= self.retries <= 100:
