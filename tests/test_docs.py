@@ -118,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs" / "demo" / "config.yaml").write_text(OmegaConf.to_yaml(compose_config([])), "utf-8")
     for group in ("experiment", "model"):
         (folder / "mine" / group).mkdir(parents=True)
-    (folder / "mine" / "experiment" / "long.yaml").write_text("train:\n  steps: 1\n", "utf-8")
+    (folder / "mine" / "experiment" / "long.yaml").write_text("train: {steps: 1}\nschedule: {total_tokens: 100000}\n", "utf-8")
     shutil.copyfile(ROOT / "configs" / "model" / "kimi_k3_demo.yaml", folder / "mine" / "model" / "wide.yaml")
     return folder
 
@@ -253,7 +253,7 @@ def test_a_documented_command_works(command: Command, folder: Path) -> None:
 def test_the_commands_are_found() -> None:
     assert len(COMMANDS) > 25
     found = {shlex.join(words) for words in COMMANDS}
-    assert {"pytest -m 'not slow'", "python -m launch.train --cfg", "pip install -e ."} <= found
+    assert {"pytest -m 'not slow'", "perilune train --cfg", "pip install -e ."} <= found
     assert any("--nnodes=4" in command and command.endswith("run.dir=/shared/runs/big") for command in found)
 
 
