@@ -15,7 +15,6 @@ OTHER = {
     "run.seed": (-(2**63), 2**64 - 1),
     "run.timeout": (1e-9, 1e9),
     "model.kda.gate_lower_bound": (None, -1e-9),
-    "model.kda.a_log_dims": (1, 1),
     "model.kda.padded_heads": (3, None),  # the heads
     "model.mla.rope_dim": (2, None),
     "model.moe.experts": (2, None),  # chosen for a token
@@ -46,6 +45,7 @@ AT_LEAST_0 = {
     "evaluate.sample_tokens",
     "evaluate.temperature",
     "checkpoint.every",
+    "checkpoint.retries",
     "parallel.dp",
 }
 NUMBERS = {

@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 
 import launch.session
 import train.build
+import train.resuming
 from configs.compose import ConfigError, compose_config
 from configs.schema import RunConfig
 from launch.failures import EdgeError, Failures, edge, is_ours, was_interrupted
@@ -90,7 +91,7 @@ EDGES: dict[str, tuple[str, str]] = {
     "command line": ("launch.session.compose_config", "configuration: "),
     "checks of the config": ("launch.session.validate", "configuration: "),
     "config.yaml of the folder": ("yaml.safe_load", "config.yaml"),
-    "differences to it": ("launch.session.differences", "config.yaml"),
+    "differences to it": ("train.resuming.differences", "config.yaml"),
     "run folder": ("launch.session.RunLock", "run.dir="),
     "data": ("train.build.open_loader", "train/build.py, line "),
     "checkpoints": ("train.build.resume", "train/build.py, line "),
@@ -108,11 +109,12 @@ def test_any_exception_at_an_edge_is_one_line_with_a_status(
     monkeypatch.setattr(launch.session, "compose_config", lambda arguments: config)
     (folder / "config.yaml").write_text("run: {}\n")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    if not target.startswith(("launch.session.differences", "yaml")):
-        monkeypatch.setattr(launch.session, "read_config", lambda folder: None)
-    monkeypatch.setattr(train.build, "matmul_rate", lambda *arguments: 1.0)
+    monkeypatch.setattr(train.resuming, "list_candidates", lambda folder: [SimpleNamespace(step=1)])
+    if not target.startswith(("train.resuming", "yaml")):
+        monkeypatch.setattr(train.resuming, "read_config", lambda folder: None)
+    monkeypatch.setattr(train.build, "matmul_rate", lambda *arguments, **options: 1.0)
     if target.startswith("launch.session.write"):
-        monkeypatch.setattr(launch.session, "build_run", lambda **parts: SimpleNamespace(facts={}))
+        monkeypatch.setattr(launch.session, "build_run", lambda *config, **parts: SimpleNamespace(facts={}))
         monkeypatch.setattr(launch.session, "rehearse", lambda run: None)
         # It asks git.
         monkeypatch.setattr(launch.session, "describe_start", dict)
@@ -250,6 +252,24 @@ def test_another_contradiction_of_another_rank_is_said_too(capsys: pytest.Captur
         "error: rank 5: optim.lr=-1: must be positive",
         "error: rank 6: optim.lr=-2: must be positive",
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[pair.cc:553] Connection closed by peer [127.0.0.1]:27823. GLHF!",
+        "writev: Broken pipe",
+        "remote process exited",
+    ],
+    ids=["closed", "pipe", "nccl"],
+)
+def test_a_rank_that_has_gone_without_a_word_is_one_line(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    failures = Failures()
+    failures.training = True
+    failures.say(RuntimeError(f"{text}\nand more"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: another rank has gone without a word")
+    assert "the same command goes on" in line
 
 
 def test_ctrl_c_is_found_behind_what_it_led_to() -> None:
