@@ -88,7 +88,8 @@ def split_options(arguments: Sequence[str]) -> tuple[dict[str, Path], list[str]]
 
 def resolve_paths(config: RunConfig) -> RunConfig:
     """The same configuration with every path absolute, so that it means the same from any folder."""
-    config.run.dir, config.run.cache = absolute(config.run.dir), absolute(config.run.cache)
+    for name in ("dir", "cache", "init_from"):
+        setattr(config.run, name, absolute(getattr(config.run, name)))
     for source in config.data.sources:
         source.path = absolute(source.path)
     kind, colon, path = config.routing.force.partition("trace:")

@@ -98,7 +98,9 @@ class Failures:
         self._record("".join(traceback.format_exception(error)).rstrip())
 
     def status(self, error: BaseException) -> int:
-        """Exit status for what ended the process."""
+        """Exit status for what ended the process; asked last."""
+        # The error holds the frames that it came from, and these hold this object and open files.
+        self._said = None
         return UNUSABLE if isinstance(error, ValueError) and not self.training else FAILED
 
     def _say_worded(self, error: BaseException) -> None:

@@ -223,7 +223,8 @@ def print_heading(config: RunConfig, facts: dict[str, Any], *, begun_at: int) ->
     elif begun_at:
         print(f"resumed after step {begun_at}")
     else:
-        print(f"new run in {config.run.dir}")
+        origin = f", from the weights of {facts['init_from']}" if facts["init_from"] else ""
+        print(f"new run in {config.run.dir}{origin}")
     last = batch.tokens * config.train.steps
     if last > config.schedule.total_tokens:
         print(

@@ -141,6 +141,12 @@ class ShardedOptimizer:
         """Owned parameters that have a master of their own."""
         return [name for name, param in self._params.items() if param.dtype != self._masters[name].dtype]
 
+    @torch.no_grad()
+    def take_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Begin from other weights: ``values`` of the owned parameters, of any dtype, into the masters."""
+        for name, master in self._masters.items():
+            master.copy_(values[name])
+
     def state_dict(self) -> dict[str, Tensor]:
         """Live tensors (copy before the next step): ``<parameter>/momentum``, ``/exp_avg``, ``/exp_avg_sq``,
         ``/master`` (low-precision parameters only) of the owned parameters, and ``step``, int64 [].

@@ -13,6 +13,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,8 +22,10 @@ from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 import launch.train
+from configs.compose import compose_config
 from tests.conftest import ROOT
 from tests.dist.ranks import PATIENCE
 from tests.train.report.test_page import full_run
@@ -45,6 +48,10 @@ SMALL = {
 """Overrides of a training run that is only tried; what the command says itself stays."""
 
 
+PERILUNE = [sys.executable, str(ROOT / "launch" / "cli.py")]
+"""What the console script runs."""
+
+
 class Command(NamedTuple):
     """One command of a document, without environment variables and comments."""
 
@@ -56,13 +63,17 @@ class Command(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Of a training run under torchrun."""
+        """Of a training run under torchrun, or of ``perilune train --ranks N``."""
+        if "--ranks" in self.words:
+            return int(self.words[self.words.index("--ranks") + 1])
         sizes = dict(word.split("=", 1) for word in self.words if word.startswith("--n"))
         return int(sizes.get("--nnodes", "1")) * int(sizes.get("--nproc-per-node", "1"))
 
     @property
     def arguments(self) -> list[str]:
-        """What follows ``-m MODULE``."""
+        """What follows ``-m MODULE``, or ``perilune train`` and its ranks."""
+        if self.words[0] == "perilune":
+            return list(self.words[4 if "--ranks" in self.words else 2 :])
         return list(self.words[self.words.index("-m") + 2 :])
 
 
@@ -102,6 +113,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenise = ["-m", "data.tokenize", "--source", "texts/", "--train-tokenizer", "400", "--out", "corpora/prepared"]
     run([sys.executable, *tokenise], folder)
     full_run(folder / "RUN_DIR")
+    full_run(folder / "runs" / "demo")
+    # A whole configuration, which the run above lacks, and files of the user's own.
+    (folder / "runs" / "demo" / "config.yaml").write_text(OmegaConf.to_yaml(compose_config([])), "utf-8")
+    for group in ("experiment", "model"):
+        (folder / "mine" / group).mkdir(parents=True)
+    (folder / "mine" / "experiment" / "long.yaml").write_text("train:\n  steps: 1\n", "utf-8")
+    shutil.copyfile(ROOT / "configs" / "model" / "kimi_k3_demo.yaml", folder / "mine" / "model" / "wide.yaml")
     return folder
 
 
@@ -126,10 +144,19 @@ def run_one_case(command: Command, folder: Path) -> None:
     )
 
 
+def run_perilune(command: Command, folder: Path) -> None:
+    run([*PERILUNE, *command.words[1:]], folder)
+
+
 def run_small(command: Command, folder: Path) -> None:
     given = {argument.split("=", 1)[0] for argument in command.arguments}
+    # Beside what other commands leave where nothing is said.
+    elsewhere = {"run.dir": f"runs/{len(list((folder / 'runs').iterdir()))}"}
+    small = [f"{key}={value}" for key, value in (SMALL | elsewhere).items() if key not in given]
+    if command.words[0] == "perilune":
+        run([*PERILUNE, *command.words[1:], *small], folder)
+        return
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={command.ranks}"]
-    small = [f"{key}={value}" for key, value in SMALL.items() if key not in given]
     run([sys.executable, *launcher, "-m", "launch.train", *command.arguments, *small], folder)
 
 
@@ -192,15 +219,18 @@ HANDLERS: list[tuple[str, Handler]] = [
     (r"python -m tests\.bench\..*", parse),
     (r"python -m tests\.fuzz .*", run_one_case),
     (r"python -m (data\.tokenize|train\.report) .*", run_python),
-    (r"python -m launch\.certify.*", run_python),
+    (r"python -m launch\.(certify|plan).*", run_python),
     (r"python -m launch\.train --cfg", run_python),
+    (r"perilune train --cfg", run_perilune),
+    (r"perilune train( .*)?", run_small),
+    (r"perilune .*", run_perilune),
     (r"torchrun .*--nnodes=.* -m launch\.train.*", accept),
-    (r"torchrun --nproc-per-node=[12] -m launch\.train.*", run_small),
+    (r"(python|torchrun --nproc-per-node=[12]) -m launch\.train.*", run_small),
     (r"torchrun --nproc-per-node=\d+ -m launch\.train.*", accept),
 ]
 """Pattern of the whole command, and what is done with it; the first that matches."""
 
-SLOW = (run_python, run_one_case, run_small)
+SLOW = (run_python, run_perilune, run_one_case, run_small)
 
 
 def handler_of(command: Command) -> Handler | None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.collectives import gather_objects
+from parallel.mesh import Axis
 from train.config import RunConfig, flatten
 
 OWN = ("run.cache", "data.sources")
@@ -63,9 +65,8 @@ def code_version() -> str:
 
 
 def _gather(text: str) -> list[str]:
-    found = [""] * dist.get_world_size()
-    dist.all_gather_object(found, text)
-    return found
+    # Of the default group: there is no mesh yet.
+    return gather_objects(text, Axis("world", dist.group.WORLD, dist.get_rank(), dist.get_world_size()))
 
 
 def _difference(name: str, values: list[Any]) -> str | None:

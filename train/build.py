@@ -40,6 +40,7 @@ from train.precision import DTYPES, describe_precision
 from train.report.facts import bytes_per_token, run_facts
 from train.routing_trace import RoutingRecorder
 from train.run_folder import CHECKPOINTS, ROUTING_FILE, explained
+from train.starting import start_from
 from train.step import Stepper
 from train.throughput import Throughput, matmul_rate, total_rate
 
@@ -245,7 +246,12 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
     )
     torch.manual_seed(seed_from_name(seed, f"rank {world.rank}"))
     logger.info("looking for a checkpoint in %s", folder / CHECKPOINTS)
-    progress = resume(store, rig.model, dp=rig.dp, optimizer=rig.optimizer, mesh=mesh) or Progress(loader.start())
+    progress = resume(store, rig.model, dp=rig.dp, optimizer=rig.optimizer, mesh=mesh)
+    if progress is None:
+        progress = Progress(loader.start())
+        if config.run.init_from:
+            logger.info("beginning from the weights in %s", config.run.init_from)
+            progress.origin = start_from(config, rig.model, optimizer=rig.optimizer, mesh=mesh)
     loader = continue_data(progress, loader, seed=seed)
     progress.data, progress.shares = data_identity(loader), data_shares(loader)
     logger.info("measuring the device")
@@ -280,6 +286,7 @@ def build_run(config: RunConfig, *, mesh: Mesh, device: torch.device) -> Run:
             "matmul_flops_per_second": peak,
             "ranks": world.size,
             "device": str(device),
+            "init_from": progress.origin or None,
             "precision": describe_precision(config.train.precision, device),
         },
     )

@@ -60,6 +60,10 @@ class RunConfig:
         return {section.name: getattr(self, section.name) for section in dataclasses.fields(self)}
 
 
+GONE = {"model.kda.a_log_dims", "model.kda.padded_heads"}
+"""Keys of older run folders that never changed a run: they said how an exported file is laid out."""
+
+
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Nested dicts (dataclasses) as one dict of dotted names; lists are values."""
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -84,7 +88,7 @@ def differences(saved: dict[str, Any], config: RunConfig, *, steps: int) -> tupl
     before, now = flatten(RunConfig()) | flatten(saved), flatten(config)
     sections, rates = config.sections(), rate_difference(before, config, steps=steps)
     allowed, refused = [], []
-    for name in sorted(before.keys() | now.keys()):
+    for name in sorted((before.keys() | now.keys()) - GONE):
         old, new = before[name], now.get(name, "(absent)")
         if old == new:
             continue

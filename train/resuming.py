@@ -25,15 +25,16 @@ def check_folder(config: RunConfig) -> list[str]:
         raise ValueError(
             f"{folder / CONFIG_FILE}: has {', '.join(unknown)}, which no config has; restore it or set another run.dir"
         )
-    if not checkpoints:
-        raise ValueError(
-            f"run.dir={folder}: holds the metrics of a run that left no checkpoint, so nothing of it can be gone on "
-            f"with; set another run.dir, or remove {folder / 'metrics.jsonl'} to begin anew here"
-        )
-    allowed, refused = differences(saved, config, steps=checkpoints[0].step)
+    allowed, refused = differences(saved, config, steps=checkpoints[0].step if checkpoints else 0)
     if refused:
         lines = "\n".join(f"  {line}" for line in refused)
         raise ValueError(
             f"run.dir={folder}: this folder was made by another config; set another run.dir, or take back\n{lines}"
+        )
+    # A benchmark with forced routing never leaves one.
+    if not checkpoints and config.routing.saves:
+        raise ValueError(
+            f"run.dir={folder}: holds the metrics of a run that left no checkpoint, so nothing of it can be gone on "
+            f"with; set another run.dir, or remove {folder / 'metrics.jsonl'} to begin anew here"
         )
     return allowed

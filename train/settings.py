@@ -12,7 +12,7 @@ PRECISIONS = ("auto", "bf16", "fp32", "fp64")
 class RunSettings:
     """Where a run lives. The same folder again resumes it."""
 
-    AT_RESUME: ClassVar[str] = "another random seed: the data would come in another order"
+    AT_RESUME: ClassVar[str] = "another beginning: other first weights, or data in another order"
     FREE_AT_RESUME: ClassVar[tuple[str, ...]] = ("name", "dir", "cache", "timeout", "max_minutes")
 
     name: str = "run"
@@ -23,6 +23,9 @@ class RunSettings:
     timeout: float = 600.0
     """Seconds that a rank waits for the others in one collective before the run fails. A rank that fails or dies ends
     the others at once; this is for one that hangs."""
+    init_from: str = ""
+    """Begin from the weights of another run's folder or checkpoint, or of an exported model, with a new optimizer,
+    schedule and data. A run that has a checkpoint of its own goes on with that."""
     max_minutes: float = 0.0
     """Time that the process has: it saves and stops in time by itself, and the same command goes on; 0 is no limit."""
 
@@ -35,6 +38,8 @@ class RunSettings:
                 found.append(f"run.{name}={value!r}: must not be empty; name one, such as run.{name}={example}")
             elif name != "name" and (problem := place_error(f"run.{name}", value)) is not None:
                 found.append(problem)
+        if (problem := place_error("run.init_from", self.init_from)) is not None:
+            found.append(problem)
         if not -(2**63) <= self.seed < 2**64:
             found.append(
                 f"run.seed={self.seed}: must lie in -2^63..2^64-1, what a generator takes; choose a smaller one"

@@ -14,8 +14,10 @@ BASE = compose_config(["evaluate.every=0", "model.moe.balancing=sign", "model.ml
 OTHER = {
     "run.seed": (-(2**63), 2**64 - 1),
     "run.timeout": (1e-9, 1e9),
+    "run.max_minutes": (0.0, 1e9),
+    "checkpoint.timeout": (1e-9, 1e9),
+    "checkpoint.retries": (0, 100),
     "model.kda.gate_lower_bound": (None, -1e-9),
-    "model.kda.padded_heads": (3, None),  # the heads
     "model.mla.rope_dim": (2, None),
     "model.moe.experts": (2, None),  # chosen for a token
     "model.moe.histogram_bins": (2, None),
@@ -45,7 +47,6 @@ AT_LEAST_0 = {
     "evaluate.sample_tokens",
     "evaluate.temperature",
     "checkpoint.every",
-    "checkpoint.retries",
     "parallel.dp",
 }
 NUMBERS = {

@@ -1,7 +1,7 @@
 """Random cases against one rank, each named by its seed.
 
 step    a random model, data and optimizer: one step on a random mesh of 2, 4 or 8 ranks in fp64; every value of
-        every parameter, its gradient, update and state are those of one rank (`train.parity`)
+        every parameter, its gradient, update and state are those of one rank (`train.proof.parity`)
 run     whole runs by the command: straight on one rank, and in three legs on three random meshes of 4 ranks, each
         resumed from the checkpoint of the one before; losses, samples, texts and the last checkpoint are equal
 """

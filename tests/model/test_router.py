@@ -192,3 +192,55 @@ def test_a_decision_is_made_once_and_each_kind_by_itself() -> None:
 def test_a_decision_of_another_kind_than_was_asked_for_is_noticed() -> None:
     with pytest.raises(AssertionError, match="Chosen expected, int was decided"):
         Decisions().once(Chosen, lambda: 3)
+
+
+def test_required_biases_at_the_borders_have_the_first_and_the_last_bin() -> None:
+    """A saturated sigmoid is 0 or 1, so a required bias can be the range's very end, which belongs to the last bin."""
+    scores, bias = torch.tensor([[1.0, 0.0], [0.5, 0.0], [0.0, 1.0]]), torch.zeros(2)
+    counts = required_bias_histogram(scores, torch.tensor([0.0, 0.5, 1.0]), bias, bins=4)
+    assert counts.dtype == torch.int32
+    # Required: -1, 0, 1 and 0, 0.5, 0 in bins [-1, -0.5), [-0.5, 0), [0, 0.5), [0.5, 1].
+    assert counts.tolist() == [[1, 0, 1, 1], [0, 0, 2, 1]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "k", "quantiles"),
+    [
+        ([[4, 0, 0, 0], [0, 0, 0, 4]], 1, [-0.75, 0.75]),
+        ([[2, 2, 0, 0], [0, 0, 2, 2]], 1, [-0.5, 0.5]),
+        ([[1, 3, 0, 0], [0, 0, 1, 3]], 1, [-0.5 + 0.5 / 3, 0.5 + 0.5 / 3]),
+        ([[1, 0, 0, 0], [0, 0, 1, 0]], 1, [-0.75, 0.25]),
+    ],
+    ids=["outermost bins", "rank ends a bin", "rank inside a bin", "one token"],
+)
+def test_the_quantile_is_linear_inside_its_bin(counts: list[list[int]], k: int, quantiles: list[float]) -> None:
+    """Four bins of width 0.5 over [-1, 1]; by hand."""
+    expected = torch.tensor(quantiles, dtype=torch.float64)
+    new = bias_from_histogram(torch.tensor(counts, dtype=torch.int32), torch.zeros(2, dtype=torch.float64), k=k)
+    torch.testing.assert_close(new, expected - expected.mean(), rtol=0, atol=1e-15)
+
+
+def test_bins_follow_the_lowest_and_the_highest_bias() -> None:
+    """Biases -1 and 2 make the range [-2, 3]: five bins of width 1."""
+    bias = torch.tensor([-1.0, 2.0])
+    counts = required_bias_histogram(torch.tensor([[0.5, 0.5]]), torch.tensor([-0.5]), bias, bins=5)
+    assert counts.tolist() == [[0, 1, 0, 0, 0]] * 2
+    counts = torch.tensor([[2, 0, 0, 0, 0], [0, 0, 0, 0, 2]])
+    assert bias_from_histogram(counts, bias, k=1).tolist() == [-2.0, 2.0]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_weights_are_the_scores_scaled(renormalize: bool) -> None:
+    torch.manual_seed(0)
+    router = Router(4, MoEConfig(experts=5, top_k=2, routed_scaling=3.0, renormalize=renormalize))
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(6, 4)
+    routing = router(x, stats=None)
+    scores = torch.sigmoid(x @ router.weight.T).gather(1, routing.expert_TK)
+    expected = 3.0 * (scores / scores.sum(dim=1, keepdim=True) if renormalize else scores)
+    torch.testing.assert_close(routing.weight_TK, expected)
+
+
+def test_an_expert_at_the_mean_load_stays() -> None:
+    bias = bias_from_load(torch.tensor([3, 1, 2]), torch.zeros(3), step=0.5)
+    assert bias.tolist() == [-0.5, 0.5, 0.0]

@@ -10,6 +10,7 @@ from torch import nn
 from model.params import ParamRole, declare
 from optim.groups import OptimConfig, describe_groups, make_group
 from optim.muon import plan_batches
+from parallel.sharding import ShardSpec
 
 MATRIX = ParamRole(kind="matrix")
 PER_HEAD = ParamRole(kind="matrix", heads=4)
@@ -157,6 +158,12 @@ def test_config_survives_omegaconf() -> None:
         ("clip_norm", -1.0),
         ("qk_clip", -1.0),
         ("bucket_mb", 0.0),
+        ("bucket_mb", 2.0**20 + 1),
+        ("ns_steps", 100),
+        ("momentum", -0.1),
+        ("betas", (-0.1, 0.9)),
+        ("betas", (0.9,)),
+        ("betas", (0.95, 0.9)),
     ],
 )
 def test_config_errors(field: str, value: object) -> None:
@@ -166,3 +173,66 @@ def test_config_errors(field: str, value: object) -> None:
 
 def test_all_config_errors_at_once() -> None:
     assert len(OptimConfig(lr=-1.0, ns_steps=0, ns_dtype="x").errors()) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weight_decay", 0.0),
+        ("momentum", 0.0),
+        ("clip_norm", 0.0),
+        ("qk_clip", 0.0),
+        ("qk_clip", 0.5),
+        ("ns_steps", 1),
+        ("ns_steps", 99),
+        ("betas", (0.0, 0.0)),
+        ("betas", (0.5, 0.25)),
+        ("bucket_mb", 2.0**-20),
+        ("bucket_mb", 2.0**20),
+    ],
+)
+def test_values_at_their_limits_are_fine(field: str, value: object) -> None:
+    assert OptimConfig(**{field: value}).errors() == []
+
+
+@pytest.mark.parametrize(("mb", "size"), [(1.0, 1048576), (0.5, 524288), (2.0**-20, 1)])
+def test_a_bucket_is_counted_in_mebibytes(mb: float, size: int) -> None:
+    assert OptimConfig(bucket_mb=mb).bucket_bytes == size
+
+
+def test_work_is_that_of_the_matrices_and_of_the_elements() -> None:
+    """r <= c makes 5 (4 r^2 c + 2 r^3) a matrix, and an element 200."""
+    config = OptimConfig()
+    assert make_group("v", param=torch.zeros(7), role=VECTOR, config=config).cost == 200 * 7
+    one = 5 * (4 * 9 * 4 + 2 * 27)
+    for shape in ((3, 4), (4, 3)):
+        assert make_group("m", param=torch.zeros(shape), role=MATRIX, config=config).cost == 200 * 12 + one
+    assert make_group("e", param=torch.zeros(5, 3, 4), role=MATRIX, config=config).cost == 200 * 60 + 5 * one
+    heads = make_group("q", param=torch.zeros(12, 4), role=PER_HEAD, config=config)
+    assert heads.cost == 200 * 48 + 4 * one
+    sections = make_group("kv", param=torch.zeros(20, 4), role=KEY_VALUE, config=config)
+    assert sections.cost == 200 * 80 + 4 * one + 4 * 5 * (4 * 4 * 4 + 2 * 8)
+
+
+@pytest.mark.parametrize(("dim", "held"), [(0, (3, 8)), (1, (6, 4))], ids=["rows", "columns"])
+def test_a_cut_matrix_is_whole_in_its_block_and_half_in_its_work(dim: int, held: tuple[int, int]) -> None:
+    spec = ShardSpec(shape=(6, 8), shards=((dim, "tp"),))
+    group = make_group("m", param=torch.zeros(held), role=MATRIX, config=OptimConfig(), spec=spec)
+    assert (group.blocks, group.cut, group.shape) == (((1, 6, 8),), (dim, 2), held)
+    assert group.cost == 200 * 24 + 5 * (4 * 36 * 8 + 2 * 216) / 2
+    (part,) = group.matrices(torch.arange(24.0).view(held))
+    assert part.shape == (1, *held)
+
+
+def test_a_cut_between_heads_leaves_whole_matrices() -> None:
+    spec = ShardSpec(shape=(8, 6), shards=((0, "tp"),))
+    group = make_group("q", param=torch.zeros(4, 6), role=PER_HEAD, config=OptimConfig(), spec=spec)
+    assert (group.blocks, group.cut, group.role.heads) == (((2, 2, 6),), None, 2)
+
+
+@pytest.mark.parametrize("shards", [(), ((0, "tp"),), ((0, "ep"),)], ids=["none", "tp of one", "ep"])
+def test_what_tp_does_not_cut_is_not_cut(shards: tuple[tuple[int, str], ...]) -> None:
+    shape = (8, 6) if shards == ((0, "ep"),) else (4, 6)
+    spec = ShardSpec(shape=shape, shards=shards)
+    group = make_group("m", param=torch.zeros(4, 6), role=MATRIX, config=OptimConfig(), spec=spec)
+    assert (group.blocks, group.cut) == (((1, 4, 6),), None)

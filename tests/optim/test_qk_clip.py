@@ -64,7 +64,7 @@ def test_owners_of_either_part_need_not_meet(owned: str) -> None:
     assert torch.equal(alone[owned], weights[owned])
 
 
-@pytest.mark.parametrize("tau", [100.0, 0.0], ids=["on", "off"])
+@pytest.mark.parametrize("tau", [100.0, 0.5, 0.0], ids=["on", "below 1", "off"])
 def test_the_optimizer_clips_after_its_update(tau: float) -> None:
     weights, *_ = inputs()
     params = {name: nn.Parameter(x.clone()) for name, x in weights.items()}
@@ -82,3 +82,29 @@ def test_the_optimizer_clips_after_its_update(tau: float) -> None:
         qk_clip(expected, targets=[TARGET], max_logits=maxima, tau=tau)
     for name, param in params.items():
         torch.testing.assert_close(param.detach(), expected[name], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_rank_clips_by_the_maxima_of_its_own_heads(first: int) -> None:
+    """One head of three, cut out with its rows."""
+    weights, *_ = inputs()
+    per_head = {name: x.unflatten(0, (HEADS, -1))[first].clone() for name, x in weights.items()}
+    maxima = torch.tensor([[150.0, 50.0, 400.0]])
+    own = QKClipTarget(query="q", key_value="kv", heads=1, nope=NOPE, rope=ROPE, value=VALUE, first=first)
+    qk_clip(per_head, targets=[own], max_logits=maxima, tau=100.0)
+    qk_clip(weights, targets=[TARGET], max_logits=maxima, tau=100.0)
+    for name, x in weights.items():
+        assert torch.equal(per_head[name], x.unflatten(0, (HEADS, -1))[first])
+
+
+def test_each_layer_has_its_own_row_of_maxima() -> None:
+    weights, *_ = inputs()
+    layers = {f"{layer}.{name}": x.clone() for layer in (0, 1) for name, x in weights.items()}
+    targets = [
+        QKClipTarget(query=f"{i}.q", key_value=f"{i}.kv", heads=HEADS, nope=NOPE, rope=ROPE, value=VALUE)
+        for i in (0, 1)
+    ]
+    maxima = torch.tensor([[1.0, 1.0, 1.0], [200.0, 200.0, 200.0]])
+    qk_clip(layers, targets=targets, max_logits=maxima, tau=100.0)
+    assert torch.equal(layers["0.q"], weights["q"])
+    assert not torch.equal(layers["1.q"], weights["q"])

@@ -82,3 +82,23 @@ def test_equal_matrices_are_together(round_bytes: int, rounds: int) -> None:
 def test_all_ranks_have_work_in_every_round() -> None:
     rounds = plan_rounds({"large": (8, 64, 64), "small": (16, 8, 8)}, ranks=4, round_bytes=1)
     assert [[portion.counts for portion in portions] for portions in rounds] == [[(1, 1, 1, 1)]] * 6
+
+
+@pytest.mark.parametrize(("shape", "flops"), [((1, 1), 30), ((2, 3), 320), ((3, 2), 320)], ids=str)
+def test_cost_closed_form(shape: tuple[int, int], flops: int) -> None:
+    """5 (4 r^2 c + 2 r^3), r the smaller side."""
+    assert newton_schulz_cost(*shape) == flops
+
+
+@pytest.mark.parametrize(("spare", "rounds"), [(-1, 2), (0, 1), (1, 1)])
+def test_a_round_may_be_exactly_full(spare: int, rounds: int) -> None:
+    """Two turns of fp32 matrices of three by four."""
+    assert len(plan_rounds({"m": (4, 3, 4)}, ranks=2, round_bytes=2 * 4 * 3 * 4 + spare)) == rounds
+
+
+def test_an_odd_matrix_goes_to_the_first_rank_and_no_matrices_make_no_round() -> None:
+    assert [[p.counts for p in portions] for portions in plan_rounds({"m": (3, 2, 2)}, ranks=2, round_bytes=64)] == [
+        [(2, 1)]
+    ]
+    assert plan_rounds({}, ranks=2, round_bytes=64) == ()
+    assert plan_rounds({"none": (0, 2, 2)}, ranks=2, round_bytes=64) == ()

@@ -75,3 +75,48 @@ def test_a_small_model_still_has_enough_buckets_to_balance() -> None:
     result = plan(sizes, ranks=4, bucket_bytes=2**30)
     assert len(result.buckets) == 32
     assert {len(result.owned_by(rank)) for rank in range(4)} == {16}
+
+
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(4 * 64, 4), (4 * 64 + 1, 2), (4 * 128, 2), (4 * 128 + 1, 1)])
+def test_a_bucket_closes_when_it_is_exactly_full(bucket_bytes: int, buckets: int) -> None:
+    """The fifth is large, so that the model's size asks for no smaller ones."""
+    result = plan({"large": 64 * 100} | {str(i): 64 for i in range(4)}, ranks=1, bucket_bytes=bucket_bytes)
+    assert len(result.buckets) == buckets + 1
+
+
+def test_equal_work_goes_to_the_lowest_rank_first() -> None:
+    result = plan({str(i): 64 for i in range(4)}, ranks=3, bucket_bytes=1)
+    assert [bucket.owner for bucket in result.buckets] == [0, 1, 2, 0]
+
+
+def test_experts_with_fewer_copies_are_owned_by_a_run_of_ranks() -> None:
+    """Four ranks hold two copies in two parts: copy 0 on ranks 0 and 1, copy 1 on ranks 2 and 3."""
+    sizes = {"a": 64, "b": 64, "all": 64}
+    result = plan_buckets(
+        sizes,
+        ranks=4,
+        bucket_bytes=1,
+        cost={"a": 3, "b": 2, "all": 1},
+        dtypes=dict.fromkeys(sizes, torch.float32),
+        copies={"a": 2, "b": 2, "all": 4},
+    )
+    assert {b.slots[0].name: (b.copies, b.owner) for b in result.buckets} == {"all": (4, 2), "b": (2, 1), "a": (2, 0)}
+    assert [result.owned_by(rank) for rank in range(4)] == [("a",), ("a",), ("all", "b"), ("b",)]
+
+
+def test_a_pinned_parameter_has_its_own_bucket_and_the_first_rank() -> None:
+    sizes = {"a": 64, "pinned": 64, "b": 64}
+    result = plan_buckets(
+        sizes,
+        ranks=2,
+        bucket_bytes=2**20,
+        cost={"a": 9, "pinned": 1, "b": 9},
+        dtypes=dict.fromkeys(sizes, torch.float32),
+        pinned=["pinned"],
+    )
+    owners = {tuple(slot.name for slot in bucket.slots): bucket.owner for bucket in result.buckets}
+    assert owners == {("b",): 1, ("a",): 0, ("pinned",): 0}
+
+
+def test_no_parameters_make_no_bucket() -> None:
+    assert plan({}, ranks=2).buckets == ()

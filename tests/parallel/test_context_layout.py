@@ -70,3 +70,21 @@ def test_several_rows_are_refused() -> None:
     ids = torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"2 rows: .*flatten it to \[1, B\*T\]"):
         slice_tokens(ids, ids, None, axis=axes(2)[0])
+
+
+@pytest.mark.parametrize(
+    ("length", "remedy"), [(1, "use 6,"), (5, "use 6,"), (7, "use 6 or 12,"), (13, "use 12 or 18,")]
+)
+def test_the_remedy_is_the_nearest_length_on_either_side(length: int, remedy: str) -> None:
+    error = length_error("batch.length", length, cp=2, tp=3)
+    assert error is not None
+    assert remedy in error
+    assert error.endswith("another parallel.cp or parallel.tp")
+    assert length_error("batch.length", 6, cp=2, tp=3) is None
+
+
+@pytest.mark.parametrize(("cp", "tp", "name"), [(2, 1, "parallel.cp"), (1, 2, "parallel.tp")])
+def test_only_the_axes_that_cut_are_a_remedy(cp: int, tp: int, name: str) -> None:
+    error = length_error("batch.length", 3, cp=cp, tp=tp)
+    assert error is not None
+    assert error.endswith(f"another {name}")

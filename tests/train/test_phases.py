@@ -48,8 +48,14 @@ def test_factor_stays_between_its_bounds_and_never_rises_after_warmup(
         (ScheduleConfig(warmup_tokens=10, total_tokens=10), ["schedule.warmup_tokens=10"]),
         (ScheduleConfig(total_tokens=10, minimum=2), ["schedule.minimum=2"]),
         (ScheduleConfig(kind="wsd", total_tokens=10, decay_tokens=11), ["schedule.decay_tokens=11"]),
+        (ScheduleConfig(warmup_tokens=-1, total_tokens=10), ["schedule.warmup_tokens=-1"]),
+        (ScheduleConfig(total_tokens=10, minimum=-0.1), ["schedule.minimum=-0.1"]),
+        (ScheduleConfig(total_tokens=10, decay_tokens=-1), ["schedule.decay_tokens=-1"]),
+        (ScheduleConfig(kind="wsd", total_tokens=10, decay_tokens=-1), ["schedule.decay_tokens=-1"]),
+        (ScheduleConfig(kind="wsd", total_tokens=10, decay_tokens=0), ["schedule.decay_tokens=0"]),
+        (ScheduleConfig(kind="wsd", warmup_tokens=4, total_tokens=10, decay_tokens=7), ["schedule.decay_tokens=7"]),
     ],
-    ids=["kind", "total", "warmup", "minimum", "decay"],
+    ids=lambda value: value[0] if isinstance(value, list) else f"{value.kind} {value.warmup_tokens}",
 )
 def test_schedule_errors(schedule: ScheduleConfig, names: list[str]) -> None:
     errors = schedule.errors()
@@ -62,6 +68,9 @@ def test_schedule_errors(schedule: ScheduleConfig, names: list[str]) -> None:
         (BatchConfig(length=8, sequences=6, microbatch=1), 4, "batch.sequences=6"),
         (BatchConfig(length=8, sequences=12, microbatch=2), 4, "batch.microbatch=2"),
         (BatchConfig(length=0, sequences=4, microbatch=1), 1, "batch.length=0"),
+        (BatchConfig(length=8, sequences=0), 1, "batch.sequences=0"),
+        (BatchConfig(length=8, sequences=4, microbatch=-1), 1, "batch.microbatch=-1"),
+        (BatchConfig(length=8, sequences=4, microbatch=8), 1, "batch.microbatch=8"),
     ],
 )
 def test_batch_errors(batch: BatchConfig, dp: int, name: str) -> None:
@@ -101,3 +110,32 @@ def test_ranks_that_do_not_divide_get_a_remedy_that_works(dp: int, remedy: str) 
     assert remedy in error
     assert batch.errors(dp // int(remedy[-1])) == []
     assert BatchConfig(length=512, sequences=int(error.rsplit("=", 1)[1])).errors(dp) == []
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ScheduleConfig(total_tokens=1),
+        ScheduleConfig(warmup_tokens=9, total_tokens=10, minimum=0),
+        ScheduleConfig(total_tokens=10, minimum=1, decay_tokens=0),
+        ScheduleConfig(kind="wsd", warmup_tokens=4, total_tokens=10, decay_tokens=6),
+        ScheduleConfig(kind="wsd", warmup_tokens=9, total_tokens=10, decay_tokens=1),
+    ],
+    ids=["one token", "all warm-up", "constant", "decay after warm-up", "decay of one token"],
+)
+def test_schedules_at_their_limits_are_fine(schedule: ScheduleConfig) -> None:
+    assert schedule.errors() == []
+
+
+@pytest.mark.parametrize("batch", [BatchConfig(length=1, sequences=1), BatchConfig(1, 1, 1), BatchConfig(8, 4, 4)])
+def test_batches_at_their_limits_are_fine(batch: BatchConfig) -> None:
+    assert batch.errors(1) == []
+
+
+def test_a_step_consumes_all_tokens_of_all_samples() -> None:
+    assert BatchConfig(length=8, sequences=3).tokens == 24
+
+
+def test_without_warmup_the_first_token_is_at_the_peak() -> None:
+    assert learning_rate_factor(ScheduleConfig(total_tokens=100), 0) == 1.0
+    assert learning_rate_factor(ScheduleConfig(kind="wsd", total_tokens=100, decay_tokens=100), 0) == 1.0

@@ -1,6 +1,7 @@
 """When checkpoints are saved, what is kept, and how long and how often the ranks try."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass
@@ -13,6 +14,8 @@ class CheckpointConfig:
     timeout: seconds that a rank waits for the slowest one to write or verify its part, before the save fails.
     retries: how often a save that the storage refused is tried again, from the same copy, before the run ends.
     """
+
+    AT_RESUME: ClassVar[str] = ""
 
     every: int = 100
     keep: int = 2
@@ -27,11 +30,11 @@ class CheckpointConfig:
             found.append(f"checkpoint.every={self.every}: must be at least 0; use 0 to save only at the end of the run")
         if self.keep < 1:
             found.append(f"checkpoint.keep={self.keep}: must be at least 1; use 1 to keep only the newest")
-        if not self.timeout > 0:
+        if not 0 < self.timeout <= 1e9:
             found.append(
-                f"checkpoint.timeout={self.timeout}: must be above 0 seconds; give the slowest rank time to write its "
-                "part, 3600 suffices for most storage"
+                f"checkpoint.timeout={self.timeout}: must lie above 0 and be at most 1e9 s; give the slowest rank "
+                "time to write its part, 3600 suffices for most storage"
             )
-        if self.retries < 0:
-            found.append(f"checkpoint.retries={self.retries}: must be at least 0; 0 ends the run at the first failure")
+        if not 0 <= self.retries <= 100:
+            found.append(f"checkpoint.retries={self.retries}: must lie in 0..100; 0 ends the run at the first failure")
         return found

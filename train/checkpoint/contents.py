@@ -27,6 +27,7 @@ class Progress:
     data: `data_identity` of what the position is of; empty if a checkpoint from before it was kept was the last.
     shares: of the samples that each of them gives; empty as ``data`` is.
     skipped, skipped_in_a_row: updates that were not made.
+    origin: where the first weights came from; empty if they were drawn.
     """
 
     position: DataPosition
@@ -37,6 +38,7 @@ class Progress:
     learning_rate: float = 0.0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    origin: str = ""
 
     def advance(self, *, tokens: int, learning_rate: float, position: DataPosition, skipped: bool) -> None:
         """One more step is done."""
