@@ -73,6 +73,11 @@ def override_error(override: str, *, groups: Mapping[str, Sequence[str]]) -> str
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
         return _malformed(override)
+    except AttributeError:
+        # Hydra's parser steps on inside of assertions.
+        if __debug__:
+            raise
+        return f"{override}: Hydra reads no mapping under python -O; leave -O out and unset PYTHONOPTIMIZE"
     name, text = parsed.key_or_group, override.partition("=")[2]
     if not name:
         return f"{override}: names no key; write KEY=VALUE"

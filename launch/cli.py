@@ -22,7 +22,7 @@ COMMANDS = {
 }
 """Module and purpose of each."""
 
-LAUNCHER = "torch.distributed.run"
+LAUNCHER = "launch.start_ranks"
 
 USAGE = """usage: perilune COMMAND [ARGUMENTS]
        perilune train [--ranks N] [--config-dir FOLDER] [--config FILE] [--cfg] [KEY=VALUE ...]

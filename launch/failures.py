@@ -21,6 +21,10 @@ DONE, FAILED, UNUSABLE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 or by run.max_minutes with a checkpoint, the same command goes on; ended at once by Ctrl-C."""
 
 
+LOST = r"Connection (closed|reset) by peer|Broken pipe|remote process exited"
+"""What gloo and NCCL say where another rank's process has ended."""
+
+
 class EdgeError(ValueError):
     """A line of ours about something that came from outside: the place, what is wrong with it, a remedy."""
 
@@ -110,6 +114,11 @@ class Failures:
         where = "" if self._world.size == 1 else f"rank {self._world.rank}: "
         if isinstance(error, OSError | MemoryError):
             say(f"error: {where}{reason(error) if isinstance(error, OSError) else error}")
+        elif lost_connection(error):
+            say(
+                f"error: {where}another rank has gone without a word, as one that the system killed or whose machine "
+                "failed; the same command goes on from the last checkpoint, if there is one"
+            )
         elif self.training:
             say(f"error: {where.rstrip()}\n{''.join(traceback.format_exception(error)).rstrip()}")
         else:
@@ -148,6 +157,11 @@ def was_interrupted(error: BaseException) -> bool:
     while link is not None and not isinstance(link, KeyboardInterrupt):
         link = link.__cause__ or link.__context__
     return link is not None
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because the process at its other end is not there any more."""
+    return isinstance(error, RuntimeError) and re.search(LOST, str(error)) is not None
 
 
 def too_little_memory(error: BaseException) -> MemoryError | None:

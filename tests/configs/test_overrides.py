@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,13 @@ def test_what_can_be_used_is_left_alone() -> None:
     assert (config.optim.lr, config.train.steps, config.evaluate.prompt) == (1.0, 3, "a b")
     assert (config.data.sources[0].path, config.data.sources[0].weight) == (str(Path("x").absolute()), 2.0)
     assert set(GROUPS) == {"model", "experiment"}
+
+
+def test_a_mapping_under_python_o_is_one_line() -> None:
+    code = "from configs.compose import compose_config; compose_config(['data.sources=[{path: /corpus}]'])"
+    root = Path(__file__).resolve().parents[2]
+    found = subprocess.run([sys.executable, "-O", "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    line = (
+        "data.sources=[{path: /corpus}]: Hydra reads no mapping under python -O; leave -O out and unset PYTHONOPTIMIZE"
+    )
+    assert line in found.stderr.splitlines()[-1]

@@ -48,7 +48,7 @@ def test_help_lists_everything_and_imports_nothing_heavy(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "trian: unknown command; known are train, certify, tokenize, report"),
+        (["trian"], "trian: unknown command; known are train, certify, plan, tokenize, report"),
         (["train", "--ranks"], "--ranks=: must be a whole number from 1; such as --ranks 2"),
         (["train", "--ranks=0"], "--ranks=0: must be a whole number from 1"),
         (["train", "--ranks=-1"], "--ranks=-1: must be a whole number from 1"),
@@ -67,7 +67,7 @@ def test_a_wrong_command_is_one_line(arguments: list[str], message: str, capsys:
 def test_what_python_is_given() -> None:
     assert command_line(["tokenize", "--out", "x"]) == ["-P", "-m", "data.tokenize", "--out", "x"]
     launched = command_line(["train", "optim.lr=1", "--ranks", "4", "--cfg"])
-    assert launched[:3] == ["-P", "-m", "torch.distributed.run"]
+    assert launched[:3] == ["-P", "-m", "launch.start_ranks"]
     assert launched[-5:] == ["--nproc-per-node=4", "-m", "launch.train", "optim.lr=1", "--cfg"]
 
 

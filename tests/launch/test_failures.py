@@ -253,6 +253,20 @@ def test_another_contradiction_of_another_rank_is_said_too(capsys: pytest.Captur
     ]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[pair.cc:553] Connection closed by peer [127.0.0.1]:27823. GLHF!", "Broken pipe", "remote process exited"],
+    ids=["closed", "pipe", "nccl"],
+)
+def test_a_rank_that_has_gone_without_a_word_is_one_line(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    failures = Failures()
+    failures.training = True
+    failures.say(RuntimeError(f"{text}\nand more"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: another rank has gone without a word")
+    assert "the same command goes on" in line
+
+
 def test_ctrl_c_is_found_behind_what_it_led_to() -> None:
     def end() -> None:
         try:
