@@ -99,7 +99,7 @@ def time_layer(
         stats = ForwardStats(SMALL, device=CPU, max_logits=False, dispatch=RowStats)
         moe(x, stats=stats.layer(layer)).sum().backward()
         model.zero_grad()
-        (record,) = stats.dispatch
+        record = stats.layer(layer).dispatch
         assert isinstance(record, RowStats)
         return record
 
