@@ -133,7 +133,5 @@ def test_a_mapping_under_python_o_is_one_line() -> None:
     code = "from configs.compose import compose_config; compose_config(['data.sources=[{path: /corpus}]'])"
     root = Path(__file__).resolve().parents[2]
     found = subprocess.run([sys.executable, "-O", "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    line = (
-        "data.sources=[{path: /corpus}]: Hydra reads no mapping under python -O; leave -O out and unset PYTHONOPTIMIZE"
-    )
-    assert line in found.stderr.splitlines()[-1]
+    line = found.stderr.splitlines()[-1]
+    assert line.endswith(": Hydra reads no mapping under python -O; leave -O out and unset PYTHONOPTIMIZE")
