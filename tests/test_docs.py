@@ -118,7 +118,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs" / "demo" / "config.yaml").write_text(OmegaConf.to_yaml(compose_config([])), "utf-8")
     for group in ("experiment", "model"):
         (folder / "mine" / group).mkdir(parents=True)
-    (folder / "mine" / "experiment" / "long.yaml").write_text("train: {steps: 1}\nschedule: {total_tokens: 100000}\n", "utf-8")
+    long = "train: {steps: 1}\nschedule: {total_tokens: 100000}\n"
+    (folder / "mine" / "experiment" / "long.yaml").write_text(long, "utf-8")
     shutil.copyfile(ROOT / "configs" / "model" / "kimi_k3_demo.yaml", folder / "mine" / "model" / "wide.yaml")
     return folder
 
