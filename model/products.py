@@ -8,7 +8,7 @@ Every module that owns a factor of a product has its record as the attribute ``p
 key/value up-projection and the head among them), `model.moe.Experts`, `model.router.Router`. Whoever changes how
 products are made *wraps the record that is there* (`wrap_products`), and each concern changes one thing:
 
-    kernel choice   the three functions           `widened`
+    kernel choice   the three functions           `model.widen`
     quantisation    their operands
     deferral        when the third one is called  ``put_off``, `parallel.pipeline.deferred`
     observation     nothing: it looks at what passes
@@ -19,7 +19,7 @@ a third argument says where each segment of rows ends, and every segment meets a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from model.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
-from model.precision import compute_dtype
 
 PutOff = Callable[[nn.Parameter, Callable[[], Tensor]], None]
 """Takes a parameter and the call that makes its gradient, which whoever puts it off makes later."""
@@ -124,25 +123,6 @@ DENSE = Product(F.linear, _input_gradient, _weight_gradient)
 
 GROUPED = Product(grouped_linear, grouped_input_gradient, grouped_weight_gradient)
 """`model.kernels.grouped_linear`."""
-
-
-def widened(product: Product) -> Product:
-    """``product`` in fp32 with results rounded to the operands' dtype: the sums of a narrow product, also on a device
-    whose own narrow products are slow. Wider operands are multiplied as they are."""
-
-    def wide(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def in_fp32(a: Tensor, b: Tensor, *segment_ends: Tensor) -> Tensor:
-            dtype = compute_dtype(a.dtype)
-            return multiply(a.to(dtype), b.to(dtype), *segment_ends).to(a.dtype)
-
-        return in_fp32
-
-    return replace(
-        product,
-        value=wide(product.value),
-        input_gradient=wide(product.input_gradient),
-        weight_gradient=wide(product.weight_gradient),
-    )
 
 
 def wrap_products(model: nn.Module, wrap: Callable[[Product], Product]) -> None:
