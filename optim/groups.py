@@ -110,9 +110,9 @@ class Group:
     shape: of what this rank holds.
     optimizer: "muon" or "adamw".
     blocks: (count, rows, columns) of the matrices that Muon orthogonalises one by one; empty for AdamW.
-    role: the declared role, with the heads that the config switches off removed, and of the others this rank's.
-    cut: (dim, parts) where every one of the matrices lies in equal parts along ``dim`` on the tp ranks; ``blocks``
-        are whole nevertheless. None: this rank holds whole matrices.
+    role: the declared role, with heads=1 if per-head Muon is off, else with this rank's heads.
+    cut: (dim, parts) if tensor parallelism splits each matrix; ``blocks`` still gives the unsplit sizes. None: this
+        rank holds whole matrices.
     """
 
     name: str

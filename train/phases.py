@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-SCHEDULES = ("cosine", "wsd")
+DECAYS = ("cosine", "wsd")
 
 AUTO_TOKENS = 2048
 """Most tokens of a microbatch whose size is not given: enough to keep two cores busy, and one sample of a long
@@ -95,8 +95,8 @@ class ScheduleConfig:
     def errors(self) -> list[str]:
         """Every problem, one line each."""
         found = []
-        if self.kind not in SCHEDULES:
-            found.append(f"schedule.kind={self.kind}: must be one of {', '.join(SCHEDULES)}")
+        if self.kind not in DECAYS:
+            found.append(f"schedule.kind={self.kind}: must be one of {', '.join(DECAYS)}")
         if self.total_tokens < 1:
             found.append(f"schedule.total_tokens={self.total_tokens}: must be at least 1")
         if not 0 <= self.warmup_tokens < max(1, self.total_tokens):

@@ -26,7 +26,7 @@ from data.output import run_command
 from launch.failures import UNUSABLE, complain
 from launch.plan.memory import Memory, memory_of
 from launch.plan.step import StepPlan, held_by_busiest
-from launch.plan.traffic import Moved, step_traffic
+from launch.plan.traffic import Predicted, step_traffic
 from model.config import ModelConfig
 from model.flops import forward_flops, training_flops
 from model.kimi import KimiModel
@@ -237,7 +237,7 @@ def memory_table(memories: Sequence[Memory]) -> Table:
     return made
 
 
-def traffic_table(moved: dict[str, Moved], *, ranks: int) -> Table:
+def traffic_table(moved: dict[str, Predicted], *, ranks: int) -> Table:
     """A row for each axis and collective, over all ranks and of a rank on average."""
     made = table("traffic of a step", "axis", "collective", "calls", "all ranks", "a rank, on average")
     before = ""

@@ -23,8 +23,8 @@ from launch.plan.step import Held, StepPlan
 from parallel.mesh import Axis
 
 
-class Moved(NamedTuple):
-    """What collectives of one name moved: calls and bytes sent."""
+class Predicted(NamedTuple):
+    """What collectives of one name will move: calls and bytes sent."""
 
     calls: int
     sent: float
@@ -57,7 +57,7 @@ class _Ledger:
         self.add(axis, "all_to_all", whole * (axis.size - 1) / axis.size, times=times)
 
 
-def step_traffic(plan: StepPlan, *, crossing_rows: float | None = None) -> dict[str, Moved]:
+def step_traffic(plan: StepPlan, *, crossing_rows: float | None = None) -> dict[str, Predicted]:
     """Calls and bytes by name of one training step, over all ranks.
 
     Args:
@@ -78,7 +78,7 @@ def step_traffic(plan: StepPlan, *, crossing_rows: float | None = None) -> dict[
     if crossing_rows is not None and plan.parallel.ep > 1:
         width = plan.model.moe.latent_dim or plan.model.hidden_dim
         ledger.sent["ep all_to_all"] = _exchanges(plan) * crossing_rows * width * plan.narrow
-    return {name: Moved(calls, ledger.sent[name]) for name, calls in sorted(ledger.calls.items())}
+    return {name: Predicted(calls, ledger.sent[name]) for name, calls in sorted(ledger.calls.items())}
 
 
 def _forwards(plan: StepPlan) -> int:

@@ -29,7 +29,7 @@ class DeferredGradients:
         self._waiting: list[Deferred] = []
 
     def take(self) -> list[Deferred]:
-        """What has been put off since the last call."""
+        """The weight gradients that were put off since the last call."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
@@ -43,5 +43,5 @@ class DeferredGradients:
 
 
 def deferral(schedule: str) -> DeferredGradients | None:
-    """What collects the weight gradients of a schedule that makes them in actions of their own; None for the others."""
+    """A collector for a schedule whose weight gradients are made in actions of their own; None for the others."""
     return DeferredGradients() if schedule == "zero_bubble" else None

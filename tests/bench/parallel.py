@@ -23,7 +23,7 @@ from torch import Tensor
 from data.loader import Microbatch
 from launch.plan.memory import Memory, rank_memory
 from launch.plan.step import StepPlan
-from launch.plan.traffic import Moved, step_traffic
+from launch.plan.traffic import Predicted, step_traffic
 from model.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from model.dispatch import SEGMENT_ALIGNMENT
 from model.kimi import KimiModel
@@ -83,7 +83,7 @@ class Measured:
     static, peak: bytes of tensors between steps, and at most.
     """
 
-    traffic: dict[str, Moved]
+    traffic: dict[str, Predicted]
     crossing: int
     rows: float | None
     static: int
@@ -164,7 +164,7 @@ def measure_step(case: Case, config: ParallelConfig, world_size: int) -> Measure
     with LiveMemory(kept) as live:
         stepper.step(case.steps[0][mesh.dp.rank :: mesh.dp.size], lr=0.01)
     traffic = mesh.world.traffic
-    moved = {name: Moved(calls, traffic.sent[name]) for name, calls in traffic.calls.items()}
+    moved = {name: Predicted(calls, traffic.sent[name]) for name, calls in traffic.calls.items()}
     rows = statistics.mean(routing.computed) if routing.computed else None
     return Measured(moved, routing.crossing, rows, static + gradients, static + live.peak)
 
@@ -174,19 +174,19 @@ def measure(pool: RankPool, case: Case, config: ParallelConfig) -> list[Measured
     return pool.run(measure_step, case, config, pool.size)
 
 
-def compare_traffic(plan: StepPlan, ranks: Sequence[Measured]) -> dict[str, tuple[Moved, Moved]]:
+def compare_traffic(plan: StepPlan, ranks: Sequence[Measured]) -> dict[str, tuple[Predicted, Predicted]]:
     """By name, what all ranks together moved and what `launch.plan.traffic` says."""
-    found: dict[str, Moved] = {}
+    found: dict[str, Predicted] = {}
     for rank in ranks:
         for name, moved in rank.traffic.items():
-            before = found.get(name, Moved(0, 0))
-            found[name] = Moved(before.calls + moved.calls, before.sent + moved.sent)
+            before = found.get(name, Predicted(0, 0))
+            found[name] = Predicted(before.calls + moved.calls, before.sent + moved.sent)
     crossing = sum(rank.crossing for rank in ranks)
     expected = {
-        name: Moved(moved.calls, round(moved.sent))
+        name: Predicted(moved.calls, round(moved.sent))
         for name, moved in step_traffic(plan, crossing_rows=crossing).items()
     }
-    nothing = Moved(0, 0)
+    nothing = Predicted(0, 0)
     return {
         name: (found.get(name, nothing), expected.get(name, nothing)) for name in sorted(found.keys() | expected.keys())
     }
@@ -204,7 +204,7 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
-def traffic_table(found: Mapping[str, Mapping[str, tuple[Moved, Moved]]]) -> Table:
+def traffic_table(found: Mapping[str, Mapping[str, tuple[Predicted, Predicted]]]) -> Table:
     """One row for each mesh and collective: over all ranks, measured, and what the formulas say."""
     made = table("collectives of one step, all ranks", "mesh", "collective", "calls", "bytes", "formulas")
     for mesh, by_name in found.items():

@@ -25,8 +25,8 @@ LABELLED = ((0, 24), (9, 11), (0, 17), (0, 0))
 """Tokens that have labels, by turns: all, two, all but padding, none."""
 
 LEAN = 0.5
-"""What the selection biases of one home's experts have more than others, where experts are balanced: so much that a
-rank must borrow two experts at once."""
+"""Added to the selection bias of every expert of one rank, so that with balancing on some rank has to borrow two
+experts at once."""
 
 
 def lends(config: RunConfig) -> bool:
