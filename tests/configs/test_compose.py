@@ -214,7 +214,8 @@ def test_text_that_looks_like_something_else_stays_as_it_is(text: str) -> None:
     keys = sorted(TEXT_KEYS - {"data.sources[].path"})
     found = flatten(compose_config([f"{key}={text}" for key in keys] + [f"data.sources=[{{path: {text}, weight: 2}}]"]))
     here = str(Path(text).absolute())
-    assert {key: found[key] for key in keys} == {key: here if key in ("run.dir", "run.cache") else text for key in keys}
+    paths = ("run.dir", "run.cache", "run.init_from")
+    assert {key: found[key] for key in keys} == {key: here if key in paths else text for key in keys}
     assert found["data.sources"] == [{"path": here, "weight": 2.0}]
 
 
