@@ -135,3 +135,9 @@ def test_no_source_and_a_vanishing_share_are_refused() -> None:
     with pytest.raises(ValueError, match=r"data.sources\[0\].weight=1e-09"):
         Blend([1e-9, 1.0], seed=0)
     assert Blend([1.0, MAX_BLOCK - 1], seed=0).block == MAX_BLOCK
+
+
+def test_order_is_pinned() -> None:
+    """Another order would give a resumed run samples that it has had."""
+    first = "0011010100011000010110001001101000100101"
+    assert "".join(map(str, Blend([3, 2], seed=0).draw(0, 40)[0])) == first

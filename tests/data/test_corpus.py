@@ -212,3 +212,8 @@ def test_the_real_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert store.manifest.vocab_size == 8192
     assert 5.5 < unigram_entropy(store.unigram_counts()) < 8
     assert store.num_tokens / store.num_documents < 1000
+
+
+@pytest.mark.parametrize("source", ["# why\ndef f():\n    pass\n", "def f():\n    pass\n", "# why\n@g\ndef f(): ..."])
+def test_a_unit_that_begins_with_the_first_line_is_whole(source: str) -> None:
+    assert split_units(source) == [source]

@@ -236,3 +236,10 @@ def test_what_tp_does_not_cut_is_not_cut(shards: tuple[tuple[int, str], ...]) ->
     spec = ShardSpec(shape=shape, shards=shards)
     group = make_group("m", param=torch.zeros(4, 6), role=MATRIX, config=OptimConfig(), spec=spec)
     assert (group.blocks, group.cut) == (((1, 4, 6),), None)
+
+
+def test_a_cut_that_leaves_each_rank_one_of_two_heads_is_no_cut() -> None:
+    spec = ShardSpec(shape=(8, 6), shards=((0, "tp"),))
+    role = ParamRole(kind="matrix", heads=2)
+    group = make_group("q", param=torch.zeros(4, 6), role=role, config=OptimConfig(), spec=spec)
+    assert (group.blocks, group.cut, group.role.heads) == (((1, 4, 6),), None, 1)

@@ -383,3 +383,14 @@ def test_memory_stays_flat_over_fifty_saves(tmp_path: Path) -> None:
             if step == 9:
                 settled = resident_bytes()
     assert resident_bytes() - settled < total, "less than one snapshot more after 40 saves"
+
+
+@pytest.mark.parametrize(("newest", "removed"), [(30, []), (20, [10]), (10, [])], ids=["broken", "before it", "oldest"])
+def test_nothing_is_obsolete_unless_the_newest_step_verifies(tmp_path: Path, newest: int, removed: list[int]) -> None:
+    with opened(tmp_path, keep=9) as store:
+        for step in (10, 20, 30):
+            store.save(step, tensors=sample_tensors(), state={})
+    flip_byte(folder(tmp_path, 30) / BROKEN_FILE)
+    with opened(tmp_path) as store:
+        found = store._verifier.obsolete(newest=newest, keep=1)
+    assert found == [folder(tmp_path, step) for step in removed]

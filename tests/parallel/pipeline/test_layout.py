@@ -12,8 +12,9 @@ from model.config import ModelConfig
 from model.flops import forward_flops, layer_flops
 from model.kimi import KimiModel
 from parallel.config import ParallelConfig
+from parallel.mesh import Axis, Mesh
 from parallel.pipeline.layout import PipelineLayout, layout_errors, make_layout, split_by_cost, split_evenly
-from parallel.pipeline.stage import held_layers, keep_part, parameter_stages
+from parallel.pipeline.stage import held_layers, keep_part, parameter_stages, tied_to
 from tests.model.tiny import tiny_config
 
 KIMI_K3 = PipelineLayout(split_evenly(93, 32), ranks=8, block=24)
@@ -199,3 +200,21 @@ def test_parts_of_a_model_cover_it_under_its_own_names(placement: str) -> None:
     assert {name.split(".")[1]: s for name, s in found.items() if name.startswith("layers")} == dict(
         zip("01234", [0, 1, 1, 2, 3])
     )
+
+
+def test_a_stage_for_every_layer_fits() -> None:
+    assert layout_errors(ParallelConfig(pp=3), layers=3) == []
+    assert layout_errors(ParallelConfig(pp=3, layout=[1, 1, 1]), layers=3) == []
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
+def test_a_tied_embedding_is_shared_by_the_two_ends_and_by_nobody_else(tied: bool) -> None:
+    config = dataclasses.replace(tiny_config(), tie_embeddings=tied)
+    layout = PipelineLayout((2, 3), ranks=2, block=4)
+    for rank in range(2):
+        with torch.device("meta"):
+            model = KimiModel(config)
+        ends = Axis("ends", None, rank, 2)
+        assert tied_to(model, mesh=Mesh()) is None
+        keep_part(model, layout.layers_of(rank), first=rank == 0, last=rank == 1)
+        assert tied_to(model, mesh=Mesh(ends=ends)) is (ends if tied else None)
