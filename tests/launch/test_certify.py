@@ -173,8 +173,9 @@ def test_what_train_refuses_is_refused_in_the_same_words(
 
 @pytest.mark.parametrize("text", [launch.certify.__doc__, (ROOT / "docs" / "certify.md").read_text("utf-8")])
 def test_the_documented_command_is_accepted(text: str) -> None:
-    command = next(line for line in text.splitlines() if "python -m launch.certify" in line)
-    config = compose_config(command.split()[3:])
+    forms = ("python -m launch.certify ", "perilune certify ")
+    command = next(line.strip() for line in text.splitlines() if line.strip().startswith(forms))
+    config = compose_config([word for word in command.split() if "=" in word])
     assert validate(config, world_size=ranks_of(config.parallel)) == []
     assert ranks_of(config.parallel) == 8 * 16 * 64
     assert ranks_of(shrink(config).parallel) == 8
