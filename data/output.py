@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from threading import RLock
 from types import TracebackType
@@ -72,14 +72,13 @@ class SafeStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         data = text.encode(self._encoding, "backslashreplace")
-        try:
+        # Whoever reads may have gone, or the disk be full: then the log is lost, and the run is not.
+        with suppress(OSError, ValueError):
             if self._descriptor is not None:
                 self._write_bytes(self._descriptor, data)
             elif self._stream is not None:
                 self._stream.write(data.decode(self._encoding))
                 self._stream.flush()
-        except (OSError, ValueError):
-            pass
         return len(text)
 
     @staticmethod
@@ -275,11 +274,10 @@ def open_missing_streams() -> None:
 
 
 def _flush(stream: TextIO | None) -> None:
-    try:
+    # Closed, or nobody reads any more: what is left in its buffer has no way out.
+    with suppress(OSError, ValueError):
         if stream is not None:
             stream.flush()
-    except (OSError, ValueError):
-        pass
 
 
 def run_command(main: Callable[[list[str]], int], arguments: list[str]) -> int:
